@@ -20,8 +20,9 @@ from tests.test_localize import write
 from vitsee_core import demo
 from vitsee_core.analyses import attn_dist
 from vitsee_core.study.findings import estimates as of
+from vitsee_core.study.findings.finding import DEPENDS, Finding, verdict
 from vitsee_core.study.findings.model_tables import ModelTables
-from vitsee_core.study.findings.papers import DEPENDS, FINDINGS, Finding, verdict
+from vitsee_core.study.findings.papers import FINDINGS
 from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.tables.results import Table
 from vitsee_stores import TokenLayout, open_store

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vitsee_core.study.findings.papers import DEPENDS
+from vitsee_core.study.findings.finding import DEPENDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = DOCS / "findings.csv"

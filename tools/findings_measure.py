@@ -25,8 +25,9 @@ from vitsee_core import demo
 from vitsee_core.analyses import effect, head_importance, keypoints
 from vitsee_core.demo.spair import write_spair
 from vitsee_core.extraction.keywords import extract
+from vitsee_core.study.findings.finding import Finding
 from vitsee_core.study.findings.model_tables import ModelTables
-from vitsee_core.study.findings.papers import FINDINGS, Finding
+from vitsee_core.study.findings.papers import FINDINGS
 from vitsee_core.study.findings.verdicts import run
 from vitsee_core.study.real.making import PHOTOS, WEIGHTS
 from vitsee_core.study.real.photographs import PHOTOGRAPHS
@@ -96,7 +97,7 @@ class Family(ModelTables):
         return effect.run(whole, changed, sites=())
 
     def importance(self, model: str) -> Table:
-        return self._keep(
+        return self._computed_once(
             ("heads", model), lambda: head_importance.run(self.store(model))
         )
 

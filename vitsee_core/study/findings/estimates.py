@@ -18,102 +18,131 @@ from vitsee_core.tables.replicates import replicates_array
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 
-Rows = pl.Expr | NDArray[np.bool_]  # which rows
-EVERY = pl.lit(True)
-DEPTH, DEPTH_A, DEPTH_B = (
-    pl.col(f"rel_depth{side}") for side in ("", "_a", "_b")
-)  # 0 to 1
+Rows = pl.Expr | NDArray[np.bool_]  # selects rows of a table
+ALL_ROWS = pl.lit(True)
+# Relative depth of a row's layer, 0 to 1; of tables of pairs, that of either model's layer.
+DEPTH = pl.col("rel_depth")
+DEPTH_A = pl.col("rel_depth_a")
+DEPTH_B = pl.col("rel_depth_b")
+MIN_BLOCKS = 2  # blocks of images that an interval takes
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate with its replicates."""
+    """A number with its replicates.
 
-    value: float  # from all images
-    without: Float  # (blocks,) the same without one block of the images each
+    Differences and quotients are taken replicate by replicate, so that what both numbers have in
+    common cancels.
+
+    Attributes:
+        value: the number, from all images.
+        without: (blocks,) the same number, each without one block of the images.
+    """
+
+    value: float
+    without: Float
 
     def __sub__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value - other.value, self._paired(other) - other.without)
+        self._check_paired(other)
+        return Estimate(self.value - other.value, self.without - other.without)
 
     def __truediv__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value / other.value, self._paired(other) / other.without)
+        self._check_paired(other)
+        return Estimate(self.value / other.value, self.without / other.without)
 
-    def _paired(self, other: Estimate) -> Float:
+    def _check_paired(self, other: Estimate) -> None:
+        """Refuse an estimate over other blocks of images.
+
+        Raises:
+            ValueError: the numbers of blocks differ.
+        """
         if len(self.without) != len(other.without):
             raise ValueError(
                 f"{len(self.without)} and {len(other.without)} blocks of images"
             )
-        return self.without
 
     def interval(self) -> tuple[float, float, float]:
-        """Standard error, low and high of the 95 % interval, as `jackknife.interval`."""
+        """Return the standard error, and low and high of the 95 % interval of the jackknife."""
         std, low, high = interval(np.asarray(self.value), self.without)
         return float(std), float(low), float(high)
 
 
 def above(limit: float, estimate: Estimate) -> Estimate:
-    """How much an estimate exceeds a fixed number."""
+    """Return the estimate less a fixed number."""
     return Estimate(estimate.value - limit, estimate.without - limit)
 
 
 def below(limit: float, estimate: Estimate) -> Estimate:
-    """How much an estimate falls short of a fixed number."""
+    """Return a fixed number less the estimate."""
     return Estimate(limit - estimate.value, limit - estimate.without)
 
 
 def negative(estimate: Estimate) -> Estimate:
+    """Return the estimate with the other sign."""
     return Estimate(-estimate.value, -estimate.without)
 
 
-def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimate:
-    """`how` of the chosen rows' values (rows, 1), and of their replicates (rows, blocks). Raises
-    ValueError: no row is chosen, or one has no value, or no replicates."""
-    chosen = table.frame.filter(rows)
-    if not len(chosen):
+def combined(table: Table, rows: Rows, reduce: Callable[[Float], Float]) -> Estimate:
+    """Reduce the selected rows to one number, and their replicates alike.
+
+    Args:
+        table: of an analysis, with replicates.
+        rows: selects them.
+        reduce: (rows, 1 + blocks) values and replicates -> (1 + blocks,).
+
+    Raises:
+        ValueError: no row is selected, or one has no value, or no replicates.
+    """
+    selected = table.frame.filter(rows)
+    if not len(selected):
         raise ValueError("no row is of the layers or heads that it is about")
-    without = replicates_array(chosen)
+    without = replicates_array(selected)
     if without is None:
         raise ValueError(
             "no interval: there are too few images, or too few slabs of them"
         )
-    values = np.column_stack([chosen["value"].to_numpy(), without])
+    # (rows, 1 + blocks)
+    values = np.column_stack([selected["value"].to_numpy(), without])
     # Trailing blocks that no row has: the table was made of stores with more of them.
     values = values[:, ~np.isnan(values).all(0)]
-    if np.isnan(values).any() or values.shape[1] < 3:
+    if np.isnan(values).any() or values.shape[1] < 1 + MIN_BLOCKS:
         raise ValueError("a row without a value, or without one of its replicates")
-    found = how(values)
-    return Estimate(float(found[0]), found[1:])
+    numbers = reduce(values)
+    return Estimate(float(numbers[0]), numbers[1:])
 
 
 def mean(table: Table, rows: Rows) -> Estimate:
+    """Return the mean of the selected rows."""
     return combined(table, rows, lambda values: values.mean(0))
 
 
-def least(table: Table, rows: Rows) -> Estimate:
+def minimum(table: Table, rows: Rows) -> Estimate:
+    """Return the smallest of the selected rows; each replicate has its own smallest."""
     return combined(table, rows, lambda values: values.min(0))
 
 
-def most(table: Table, rows: Rows) -> Estimate:
+def maximum(table: Table, rows: Rows) -> Estimate:
+    """Return the largest of the selected rows; each replicate has its own largest."""
     return combined(table, rows, lambda values: values.max(0))
 
 
 def mean_log(table: Table, rows: Rows) -> Estimate:
-    """The mean of the natural logarithms of the chosen rows."""
+    """Return the mean of the natural logarithms of the selected rows."""
     return combined(table, rows, lambda values: np.log(values).mean(0))
 
 
 def blocks(table: Table) -> list[str]:
-    """The table's blocks, from input to output."""
+    """Return the names of the table's blocks, from input to output."""
     return table.frame["block"].unique(maintain_order=True).to_list()
 
 
 def lowest(table: Table, n: int) -> pl.Expr:
-    """Rows of the n lowest blocks."""
+    """Return the expression for rows of the n lowest blocks."""
     return pl.col("block").is_in(blocks(table)[:n])
 
 
 def highest(table: Table, n: int) -> pl.Expr:
-    """Rows of the n highest blocks."""
+    """Return the expression for rows of the n highest blocks."""
     return pl.col("block").is_in(blocks(table)[-n:])
 
 
@@ -121,139 +150,160 @@ def highest(table: Table, n: int) -> pl.Expr:
 
 
 def ends(cka: Table) -> Estimate:
-    """Mean CKA between a model's lowest third of layers and its highest third."""
+    """Return the mean CKA between a model's lowest third of layers and its highest third."""
     return mean(cka, (DEPTH_A <= 1 / 3) & (DEPTH_B >= 2 / 3))
 
 
 def second_quarter(cka: Table) -> Estimate:
-    """The CNN's layers (b) between a quarter and a half of its depth: how much more they resemble
+    """Return how much more the CNN's layers (b) between a quarter and a half of its depth resemble
     the ViT's lowest quarter (a) than its second one."""
-    of_cnn = (DEPTH_B > 0.25) & (DEPTH_B <= 0.5)
+    cnn_layers = (DEPTH_B > 0.25) & (DEPTH_B <= 0.5)
     first = DEPTH_A <= 0.25
     second = ~first & (DEPTH_A <= 0.5)
-    return mean(cka, of_cnn & first) - mean(cka, of_cnn & second)
+    return mean(cka, cnn_layers & first) - mean(cka, cnn_layers & second)
 
 
 def final_third(cka: Table) -> Estimate:
-    """How much less the ViT's highest third (a) resembles the CNN's layers (b) than the rest."""
+    """Return how much less the ViT's highest third (a) resembles the CNN's layers (b) than its
+    other layers do."""
     last = DEPTH_A > 2 / 3
     return mean(cka, ~last) - mean(cka, last)
 
 
 def across(cka: Table, block: str) -> Estimate:
-    """Mean CKA between layers before a block and layers from its output on."""
-    a, b = _after(cka, block)
-    return mean(cka, (a == -1) & (b == 1))
+    """Return the mean CKA between layers before a block and layers from its output on."""
+    side_a = _side_of_block(cka, block, "a")
+    side_b = _side_of_block(cka, block, "b")
+    return mean(cka, (side_a == -1) & (side_b == 1))
 
 
 def within(cka: Table, block: str) -> Estimate:
-    """Mean CKA between different layers on the same side of a block."""
-    a, b = _after(cka, block)
-    return mean(cka, (a * b == 1) & (pl.col("site_a") != pl.col("site_b")))
+    """Return the mean CKA between different layers on the same side of a block."""
+    side_a = _side_of_block(cka, block, "a")
+    side_b = _side_of_block(cka, block, "b")
+    is_same_side = side_a * side_b == 1
+    return mean(cka, is_same_side & (pl.col("site_a") != pl.col("site_b")))
 
 
-def _after(cka: Table, block: str) -> list[pl.Expr]:
-    """An expression for each side: -1 before the block, 1 from its output on, 0 inside it."""
-    found = []
-    for side in "ab":
-        output = pl.col(f"site_{side}") == f"{block}.out"
-        depth = pl.col(f"depth_{side}")
-        (at,) = cka.frame.filter(output)[f"depth_{side}"].unique()
-        inside = pl.col(f"block_{side}").eq_missing(block) & ~output
-        found.append(pl.when(inside).then(0).when(depth >= at).then(1).otherwise(-1))
-    return found
+def _side_of_block(cka: Table, block: str, column: str) -> pl.Expr:
+    """Return the expression for the side of a block on which a row's layer is.
+
+    Args:
+        cka: table of pairs of layers.
+        block: name of the block.
+        column: "a" or "b", the layer of the pair.
+
+    Returns:
+        -1 before the block, 1 from its output on, 0 inside it.
+    """
+    is_output = pl.col(f"site_{column}") == f"{block}.out"
+    depth = pl.col(f"depth_{column}")
+    (output_depth,) = cka.frame.filter(is_output)[f"depth_{column}"].unique()
+    # Layers without a block, as the stem, are not inside: null counts as another block.
+    is_inside = pl.col(f"block_{column}").eq_missing(block) & ~is_output
+    return pl.when(is_inside).then(0).when(depth >= output_depth).then(1).otherwise(-1)
 
 
 def lower_less_upper(cka: Table) -> Estimate:
-    """Mean CKA of layers of the same depth in the lower half less that in the upper half."""
+    """Return the mean CKA of layers of the same depth, lower half less upper half."""
     low = DEPTH_A <= 0.5
     return mean(cka, low) - mean(cka, ~low)
 
 
 def local_less_global(heads: Table) -> Estimate:
-    """Mean CKA of the most local group of heads with the other model, less the most global's."""
+    """Return the mean CKA of the most local group of heads with the other model, less that of the
+    most global group."""
     distance = pl.col("distance_px")
-    return mean(heads, distance == distance.min()) - mean(
-        heads, distance == distance.max()
-    )
+    local = mean(heads, distance == distance.min())
+    return local - mean(heads, distance == distance.max())
 
 
 def own_contrast(maps: Table) -> Estimate:
-    """Mean CKA of tokens with the patch in their own place, minus that with all other patches.
+    """Return the mean CKA of tokens with the patch at their position, less that with all other
+    patches.
 
-    maps: rows of localize, one per token and patch; patches that are equal in all images have no
-    value and are left out.
+    Args:
+        maps: rows of localize, one per token and patch; patches that are equal in all images have
+            no value and are left out.
     """
-    own = pl.col("token").cast(pl.String) == pl.format("{},{}", "row", "col")
-    there = pl.col("value").is_not_null()
-    return mean(maps, own & there) - mean(maps, ~own & there)
+    is_same = pl.col("token").cast(pl.String) == pl.format("{},{}", "row", "col")
+    has_value = pl.col("value").is_not_null()
+    return mean(maps, is_same & has_value) - mean(maps, ~is_same & has_value)
 
 
 # ------------------------------------------------------------ attention
 
 
 def nearest_head(heads: Table, n: int = 2) -> Estimate:
-    """The distance of the most local head of the n lowest blocks."""
-    return least(heads, lowest(heads, n))
+    """Return the distance of the most local head of the n lowest blocks."""
+    return minimum(heads, lowest(heads, n))
 
 
 def head_range(heads: Table, n: int = 2) -> Estimate:
-    """Farthest less nearest head in the n lowest blocks, less the same in the n highest."""
+    """Return farthest less nearest head in the n lowest blocks, less the same in the n highest."""
     low = lowest(heads, n)
     high = highest(heads, n)
-    range_low = most(heads, low) - least(heads, low)
-    return range_low - (most(heads, high) - least(heads, high))
+    range_low = maximum(heads, low) - minimum(heads, low)
+    return range_low - (maximum(heads, high) - minimum(heads, high))
 
 
 def upper_is_global(heads: Table, n: int = 2) -> Estimate:
-    """The most local head of the n highest blocks less that of the n lowest."""
-    return least(heads, highest(heads, n)) - least(heads, lowest(heads, n))
+    """Return the most local head of the n highest blocks less that of the n lowest."""
+    return minimum(heads, highest(heads, n)) - minimum(heads, lowest(heads, n))
 
 
 def rise(table: Table) -> Estimate:
-    """Mean of the upper half of the blocks less that of the lower half."""
+    """Return the mean of the upper half of the blocks less that of the lower half."""
     upper = highest(table, len(blocks(table)) // 2)
     return mean(table, upper) - mean(table, ~upper)
 
 
 def offset_focus(heads: Table, offset: float = 0.5) -> Estimate:
-    """The largest share of a head's attention in a focus off the query's own cell.
+    """Return the largest share of a head's attention in a focus beside the query's cell.
 
-    heads: rows `offset_cells` and `focus_mass` of head-types; offset: minimum, in cells.
+    Args:
+        heads: rows `offset_cells` and `focus_mass` of head-types, both in the heads' order.
+        offset: minimum distance of the focus from the query, in cells.
     """
     focus = heads.filter(metric="focus_mass")
     offsets = heads.filter(metric="offset_cells")
-    return most(focus, offsets["value"] >= offset)
+    return maximum(focus, offsets["value"] >= offset)
 
 
 # ------------------------------------------------------------ norms and fields
 
 
 def log_fall(ratios: Table) -> Estimate:
-    """Mean log of a ratio in the lower half of the sublayers' blocks less that in the upper."""
+    """Return the mean log of a ratio in the lower half of the blocks less that in the upper."""
     upper = highest(ratios, len(blocks(ratios)) // 2)
     return mean_log(ratios, ~upper) - mean_log(ratios, upper)
 
 
 def share_by_middle(radii: Table) -> Estimate:
-    """The radius at the middle of the depth over that at the end."""
+    """Return the radius at the middle of the depth over that at the end."""
     middle = DEPTH.get((DEPTH - 0.5).abs().arg_min()) == DEPTH
     return mean(radii, middle) / mean(radii, DEPTH.max() == DEPTH)
 
 
 def first(table: Table) -> Estimate:
-    """The only row. Raises ValueError: there are several."""
+    """Return the only row.
+
+    Raises:
+        ValueError: there are several.
+    """
     if len(table) != 1:
         raise ValueError(f"{len(table)} rows in place of one")
-    return mean(table, EVERY)
+    return mean(table, ALL_ROWS)
 
 
 def last_less_best(table: Table) -> Estimate:
-    """The last row less the largest of the others."""
+    """Return the last row less the largest of the others."""
     last = DEPTH == 1
-    return mean(table, last) - most(table, ~last)
+    return mean(table, last) - maximum(table, ~last)
 
 
 def at_depth(table: Table, depth: float) -> Estimate:
-    """The row nearest to a relative depth; the lower one of two."""
-    return mean(table, pl.int_range(pl.len()) == (DEPTH - depth).abs().arg_min())
+    """Return the row nearest to a relative depth; the lower one of two."""
+    # arg_min returns the first of equals, and rows go from input to output.
+    nearest = (DEPTH - depth).abs().arg_min()
+    return mean(table, pl.int_range(pl.len()) == nearest)

@@ -9,6 +9,7 @@ from typing import Any
 
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import SILENT, Progress, counting
+from vitsee_core.study.findings.finding import Finding
 from vitsee_core.study.findings.model_tables import ModelTables
 from vitsee_core.study.findings.papers import FINDINGS
 from vitsee_core.tables.results import Table
@@ -18,23 +19,25 @@ from vitsee_stores.manifest import by_reason
 
 log = logging.getLogger(__name__)
 
+# Findings' names for models: a store that has such a label stands for that model alone.
 ROLES = frozenset(model for finding in FINDINGS for model in finding.models)
-TRAIN = "-train"
+TRAIN = "-train"  # ending of the label of a store of training images
 NOT_MEASURED = "not measured"
 COLUMNS = (
-    *(
-        "name",
-        "claim",
-        "stores",
-        "value",
-        "std",
-        "low",
-        "high",
-        "n_blocks",
-        "unit",
-        "verdict",
-    ),
-    *("reason", "section", "source", "statistic"),
+    "name",
+    "claim",
+    "stores",
+    "value",
+    "std",
+    "low",
+    "high",
+    "n_blocks",
+    "unit",
+    "verdict",
+    "reason",
+    "section",
+    "source",
+    "statistic",
 )
 
 
@@ -48,7 +51,7 @@ def run(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Table:
-    """One row per finding, and per choice of stores for its models.
+    """Measure findings, one row for each, and for each choice of stores for its models.
 
     Columns: `COLUMNS`. `value` is above 0 where the claim holds, with a 95 % interval over images;
     `verdict`: "holds" or "does not hold" where the interval lies on one side of 0, else
@@ -73,68 +76,95 @@ def run(
     Raises:
         VitseeError: no such finding, or none that these stores are for.
     """
-    known = [finding.name for finding in FINDINGS]
-    if unknown := [name for name in findings if name not in known]:
-        raise VitseeError(f"no finding {unknown[0]!r}; findings: {', '.join(known)}")
+    names = [finding.name for finding in FINDINGS]
+    for name in findings:
+        if name not in names:
+            raise VitseeError(f"no finding {name!r}; findings: {', '.join(names)}")
     execution = Execution(
         images=images, seed=seed, jobs=jobs, memory=memory, device=device
     )
-    own = [store for store in stores if not store.label.endswith(TRAIN)]
-    learnt = {
-        store.label.removesuffix(TRAIN): store for store in stores if store not in own
-    }
-    members = _members(own)
-    tables: dict[tuple[str, ...], ModelTables] = {}
-    wanted = []
+    training_stores = {}  # label of a model's store -> its store of training images
+    model_stores = []
+    for store in stores:
+        if store.label.endswith(TRAIN):
+            training_stores[store.label.removesuffix(TRAIN)] = store
+        else:
+            model_stores.append(store)
+    stores_of_role = _stores_by_role(model_stores)
+    choices: list[tuple[Finding, dict[str, Store]]] = []
     left_out = {}
     for finding in FINDINGS:
         if findings and finding.name not in findings:
             continue
-        missing = [model for model in finding.models if model not in members]
+        missing = [role for role in finding.models if role not in stores_of_role]
         if missing:
             left_out[finding.name] = f"no store is of a {', '.join(missing)}"
-        else:
-            choices = product(*(members[model] for model in finding.models))
-            wanted += [(finding, chosen) for chosen in choices]
+            continue
+        for chosen in product(*(stores_of_role[role] for role in finding.models)):
+            choices.append((finding, dict(zip(finding.models, chosen, strict=True))))
     for line in by_reason(left_out):
         log.info("left out: %s", line)
-    if not wanted:
+    if not choices:
         raise VitseeError(f"nothing to look for: {'; '.join(by_reason(left_out))}")
+    # Findings on the same stores share their tables.
+    tables_of_stores: dict[tuple[str, ...], ModelTables] = {}
     rows = []
-    with counting(progress, len(wanted), "findings"):
-        for finding, chosen in wanted:
-            named = dict(zip(finding.models, chosen, strict=True))
-            key = tuple(f"{model}={store.label}" for model, store in named.items())
-            training = {m: learnt[s.label] for m, s in named.items() if s.label in learnt}
-            made = tables.setdefault(key, ModelTables(named, training, execution))
-            reason = ""
-            try:
-                found = finding.measure(made)
-            except (VitseeError, ValueError) as error:
-                found = None
-                reason = " ".join(str(error).split())
-            row: dict[str, Any] = finding.row(found)
-            del row["models"]  # the roles; which stores play them is in `stores`
-            row["stores"] = " ".join(key)
-            row["reason"] = reason
-            if not found:
-                row["verdict"] = NOT_MEASURED
-            rows.append(row)
+    with counting(progress, len(choices), "findings"):
+        for finding, chosen_stores in choices:
+            key = tuple(f"{role}={store.label}" for role, store in chosen_stores.items())
+            if key not in tables_of_stores:
+                training = {
+                    role: training_stores[store.label]
+                    for role, store in chosen_stores.items()
+                    if store.label in training_stores
+                }
+                tables_of_stores[key] = ModelTables(chosen_stores, training, execution)
+            rows.append(_measure(finding, tables_of_stores[key], key))
             progress.advance(1)
     notes: dict[str, Any] = {
         "interval": "95 %, delete-a-block jackknife over images",
         "seed": seed,
     }
-    return Table.from_rows(
-        rows, COLUMNS, notes | ({"left_out": left_out} if left_out else {})
-    )
+    if left_out:
+        notes["left_out"] = left_out
+    return Table.from_rows(rows, COLUMNS, notes)
 
 
-def _members(stores: Sequence[Store]) -> dict[str, list[Store]]:
-    found: dict[str, list[Store]] = {}
+def _measure(
+    finding: Finding, tables: ModelTables, stores: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the row of a finding.
+
+    Args:
+        finding: the finding.
+        tables: of the stores.
+        stores: `ROLE=LABEL` of each.
+    """
+    estimate = None
+    reason = ""
+    # Whatever a store lacks is a verdict, and the other findings are measured still.
+    try:
+        estimate = finding.measure(tables)
+    except (VitseeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+    row: dict[str, Any] = finding.row(estimate)
+    del row["models"]  # the roles; which stores play them is in `stores`
+    row["stores"] = " ".join(stores)
+    row["reason"] = reason
+    if estimate is None:
+        row["verdict"] = NOT_MEASURED
+    return row
+
+
+def _stores_by_role(stores: Sequence[Store]) -> dict[str, list[Store]]:
+    """Return a finding's name for a model -> the stores that can stand for it."""
+    stores_of_role: dict[str, list[Store]] = {}
     for store in stores:
-        layouts = [site.layout for site in store.sites.values() if site.layout]
-        cls = any("cls" in layout.prefix for layout in layouts)
-        kind = "vit" if cls or store.attention_blocks else "resnet"
-        found.setdefault(store.label if store.label in ROLES else kind, []).append(store)
-    return found
+        if store.label in ROLES:
+            role = store.label
+        else:
+            layouts = [site.layout for site in store.sites.values() if site.layout]
+            has_cls = any("cls" in layout.prefix for layout in layouts)
+            role = "vit" if has_cls or store.attention_blocks else "resnet"
+        stores_of_role.setdefault(role, []).append(store)
+    return stores_of_role
