@@ -35,18 +35,16 @@ from vitsee_core.study import demo as demo_module
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses, survey
 from vitsee_core.study.demo import demo_study, tour, with_sets
 from vitsee_core.study.planning import check_choice, plan
-from vitsee_core.study.running import (
+from vitsee_core.study.record import (
     BEGUN,
     DONE,
     FAILED,
     LEFT_OUT,
-    Outcome,
     Record,
-    Stopped,
     begin,
-    carry_out,
     make_folders,
 )
+from vitsee_core.study.running import Outcome, Stopped, carry_out
 from vitsee_core.study.steps import Plan, Step
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store

@@ -10,14 +10,8 @@ import pytest
 
 from tests.command_line import invoke as vitsee
 from tests.studies import study
-from vitsee_core.study.running import (
-    Outcome,
-    Record,
-    Stopped,
-    carry_out,
-    check_outputs,
-    make_folders,
-)
+from vitsee_core.study.record import Record, check_outputs, make_folders
+from vitsee_core.study.running import Outcome, Stopped, carry_out
 from vitsee_core.study.steps import Step
 from vitsee_stores.errors import VitseeError
 

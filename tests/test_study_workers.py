@@ -23,7 +23,8 @@ from vitsee_cli import console, performing
 from vitsee_cli.main import main
 from vitsee_cli.performing import RESUME_LINE, Performer, Workers, n_workers
 from vitsee_core.runtime import machine
-from vitsee_core.study.running import DONE, LEFT_OUT, Outcome, Record, Stopped, carry_out
+from vitsee_core.study.record import DONE, LEFT_OUT, Record
+from vitsee_core.study.running import Outcome, Stopped, carry_out
 from vitsee_core.study.steps import Step
 
 # ------------------------------------------------------------------------------------ the order

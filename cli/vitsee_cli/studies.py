@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitsee_core.models.provenance import NamedModel
     from vitsee_core.study.catalogue import SurveyedModel
     from vitsee_core.study.recipe_file import RecipeFile
-    from vitsee_core.study.running import Record
+    from vitsee_core.study.record import Record
     from vitsee_core.study.steps import Plan, Step, Study
 
 jobs_option = a_number(
@@ -61,12 +61,13 @@ def run_study(
         VitseeError: an unknown model, foreign files would be replaced, or some steps failed (all
             others were done).
     """
-    from vitsee_core.study import cost, planning, running
+    from vitsee_core.study import cost, planning
+    from vitsee_core.study import record as study_record
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
     check_train(study)
-    record = running.Record.read(study.folder)
+    record = study_record.Record.read(study.folder)
     # Surveying a model imports torch: what the record has of it is enough while all of its
     # extractions are finished.
     recorded_models = record.surveyed(study.models)
@@ -97,7 +98,9 @@ def run_study(
             model for model in models if study.store(model.label) not in failed_paths
         ]
         if not extracted:
-            raise VitseeError(f"no model was extracted; see {running.record_path(study)}")
+            raise VitseeError(
+                f"no model was extracted; see {study_record.record_path(study)}"
+            )
         if len(extracted) == len(models):
             return plan
         return plan_for(extracted).extended
@@ -142,7 +145,8 @@ def run_recipe(
     """
     # Both import NumPy, which `demo --help` does without.
     from vitsee_cli.recipe_steps import check_steps
-    from vitsee_core.study import cost, planning, recipe_plan, running
+    from vitsee_core.study import cost, planning, recipe_plan
+    from vitsee_core.study import record as study_record
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
@@ -154,7 +158,7 @@ def run_recipe(
     model_names = {store: step.words[1] for store, step in steps.items()}
     # `survey_models` takes labels: here a model is surveyed once, under its name.
     models_by_name = {name: name for name in model_names.values()}
-    record = running.Record.read(study.folder)
+    record = study_record.Record.read(study.folder)
     surveyed = record.surveyed(models_by_name)
     if surveyed is None or not record.finished(plan.extractions):
         surveyed = survey_models(models_by_name)
@@ -210,26 +214,26 @@ def _execute(
     Raises:
         VitseeError: foreign files would be replaced, or some steps failed.
     """
-    from vitsee_core.study import running
+    from vitsee_core.study import record as study_record
 
     command_words = console.command_line()
     last_step = report_step(study)
-    previous_record = running.Record.read(study.folder)
-    running.check_outputs(study, [*plan.steps, last_step], previous_record)
+    previous_record = study_record.Record.read(study.folder)
+    study_record.check_outputs(study, [*plan.steps, last_step], previous_record)
     if not dry_run:
-        running.make_folders(study)
+        study_record.make_folders(study)
     console.say(cost_line)
     for note in plan.notes:
         console.say(note)
     for reason in plan.reasons():
         console.say(f"left out: {reason}")
     if dry_run:
-        folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])
+        folders = shlex.join(["mkdir", "-p", *map(str, study_record.folders(study))])
         steps = [*plan.steps, last_step]
         console.out("\n".join([folders, *(step.line for step in steps)]))
         return
     ctx.meta[console.RESUMES] = RESUME_LINE
-    record = running.begin(study, command_words, plan, models)
+    record = study_record.begin(study, command_words, plan, models)
     failed = _carry_out(
         ctx,
         study,
@@ -239,7 +243,7 @@ def _execute(
         plan_without=plan_without,
         at_once=at_once,
     )
-    if record.steps[last_step.name].status == running.DONE:
+    if record.steps[last_step.name].status == study_record.DONE:
         console.out(str(study.folder / "report.html"))
     if failed:
         lines = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
@@ -272,6 +276,7 @@ def _carry_out(
         The steps that failed.
     """
     from vitsee_core.models.provenance import naming
+    from vitsee_core.study import record as study_record
     from vitsee_core.study import running
 
     perform = Performer(ctx)
@@ -287,7 +292,7 @@ def _carry_out(
             # What compares several models is planned anew for those that were extracted.
             analyses = plan_without(failed).analyses
             record.outdate(last_step)
-            running.check_outputs(study, analyses, record)
+            study_record.check_outputs(study, analyses, record)
             n = min(n_workers(at_once, _largest_memory(study)), len(analyses))
             if n > 1:
                 workers = Workers(perform, named_models, n)

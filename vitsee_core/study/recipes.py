@@ -5,7 +5,7 @@ models together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import Parameter
 from itertools import combinations
@@ -13,10 +13,16 @@ from itertools import combinations
 from vitsee_core.runtime.parameters import options_of
 from vitsee_core.runtime.registry import guests, load
 from vitsee_core.study.catalogue import SurveyedModel
+from vitsee_core.study.step_makers import (
+    MakeSteps,
+    Models,
+    each,
+    each_trained,
+    labels_of,
+    step,
+    together,
+)
 from vitsee_core.study.steps import Step, Study
-
-Models = Sequence[SurveyedModel]
-MakeSteps = Callable[[Study, Models], Iterator[Step]]
 
 # Contents of a store that extract writes beyond pooled vectors, by the words of `Recipe.contents`.
 TOKENS = "tokens"  # every token of a site, not only its mean and class token
@@ -69,90 +75,6 @@ class Recipe:
     reason_without_steps: str = ""
 
 
-def step(
-    study: Study,
-    command: str,
-    *,
-    variant: str,
-    labels: Sequence[str],
-    options: Sequence[str] = (),
-    train: str = "",
-) -> Step:
-    """Return a step that runs a command on the stores of models.
-
-    Args:
-        study: its folder, and the options that the user sets.
-        command: the analysis.
-        variant: tells the command's steps apart; "" if there is one.
-        labels: models of the study.
-        options: of the command; the user's options replace them.
-        train: label of the model whose store of training images is the command's first; "" for
-            none.
-    """
-    stores = [study.store(label) for label in labels]
-    if train:
-        stores.insert(0, study.store(train, "train"))
-    name = f"{command}-{variant}" if variant else command
-    table = study.result(name, command)
-    picture = table.with_suffix(".png")
-    words = [command, *map(str, stores), *study.with_settings(command, options)]
-    words += ["-o", str(table), "--png", str(picture), "--force"]
-    return Step(name, tuple(words), inputs=tuple(stores), outputs=(table, picture))
-
-
-def together(command: str, *options: str, variant: str = "") -> MakeSteps:
-    """Return a maker of one step on all models."""
-
-    def steps(study: Study, models: Models) -> Iterator[Step]:
-        """Yield the step on the stores of all models."""
-        yield step(
-            study, command, variant=variant, labels=_labels(models), options=options
-        )
-
-    return steps
-
-
-def each(command: str, *options: str, variant: str = "") -> MakeSteps:
-    """Return a maker of one step for each model."""
-
-    def steps(study: Study, models: Models) -> Iterator[Step]:
-        """Yield a step for each model, named by its label."""
-        for model in models:
-            yield step(
-                study,
-                command,
-                variant=f"{variant}-{model.label}" if variant else model.label,
-                labels=[model.label],
-                options=options,
-            )
-
-    return steps
-
-
-def each_trained(command: str, *options: str) -> MakeSteps:
-    """Return a maker of one step for each model, which learns from the store of its training
-    images and is tested on the other."""
-
-    def steps(study: Study, models: Models) -> Iterator[Step]:
-        """Yield a step for each model, with replicates for paired comparisons of models."""
-        for model in models:
-            yield step(
-                study,
-                command,
-                variant=model.label,
-                labels=[model.label],
-                options=(*options, "--replicates"),
-                train=model.label,
-            )
-
-    return steps
-
-
-def _labels(models: Models) -> list[str]:
-    """Return the models' labels."""
-    return [model.label for model in models]
-
-
 def _pairs(models: Models) -> list[tuple[SurveyedModel, SurveyedModel]]:
     """Return the pairs of models that are compared: all of a few, else each with the first."""
     if len(models) <= MAX_ALL_PAIRS:
@@ -164,7 +86,7 @@ def _cka(study: Study, models: Models) -> Iterator[Step]:
     """Yield CKA of block outputs: within each model, of pairs, and of all models' last layers."""
     yield from each("cka", "--sites", "blocks")(study, models)
     for pair in _pairs(models):
-        labels = _labels(pair)
+        labels = labels_of(pair)
         yield step(
             study,
             "cka",
@@ -180,7 +102,7 @@ def _cka(study: Study, models: Models) -> Iterator[Step]:
             study,
             "cka",
             variant="last-layers",
-            labels=_labels(models),
+            labels=labels_of(models),
             options=("--sites", "last", "--tokens", "mean-all"),
         )
 
@@ -215,7 +137,7 @@ def _cka_within_blocks(study: Study, models: Models) -> Iterator[Step]:
             options += ["--sites", "norms"]
         if "hidden" in offered_groups:
             options += ["--sites", "hidden"]
-        labels = _labels(compared)
+        labels = labels_of(compared)
         yield step(
             study,
             "cka",
@@ -224,7 +146,7 @@ def _cka_within_blocks(study: Study, models: Models) -> Iterator[Step]:
             options=options,
         )
     for pair in pairs:
-        labels = _labels(pair)
+        labels = labels_of(pair)
         yield step(
             study,
             "cka",
@@ -241,9 +163,9 @@ def _similarity(study: Study, models: Models) -> Iterator[Step]:
     # Of 20 images, ten neighbours are most of the others, so that any two layers would agree.
     if n_images <= 2 * N_NEIGHBOURS:
         options += ["--k", str((n_images - 1) // 2)]
-    compared = [_labels(pair) for pair in _pairs(models)]
+    compared = [labels_of(pair) for pair in _pairs(models)]
     if len(models) == 1:
-        compared = [_labels(models)]
+        compared = [labels_of(models)]
     for labels in compared:
         yield step(
             study, "similarity", variant="-".join(labels), labels=labels, options=options
@@ -272,7 +194,7 @@ def _maps_of_kind(kind: str, models: Models) -> MakeSteps:
 def _cka_heads(study: Study, models: Models) -> Iterator[Step]:
     """Yield, for each transformer, its heads against the first model without attention (Raghu et
     al. 2021, Fig. 5)."""
-    transformers = _labels(models)
+    transformers = labels_of(models)
     without_attention = [label for label in study.models if label not in transformers]
     if not without_attention:
         return
@@ -371,7 +293,7 @@ def _effect(study: Study, models: Models) -> Iterator[Step]:
         variants.setdefault(name, []).append(model)
     for same_name in variants.values():
         if len(same_name) > 1:
-            labels = _labels(same_name)
+            labels = labels_of(same_name)
             yield step(
                 study,
                 "effect",
