@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.stores import write_sites
+from vitsee_core.analyses.spatial import run as spatial
 from vitsee_core.demo.class_maps import write_class_maps
+from vitsee_core.runtime.execution import Execution
 from vitsee_core.truth.masks import open_masks
 from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.truth.masks.coco import lies_outside, pixels_of
 from vitsee_core.truth.masks.labels import BACKGROUND, FOREGROUND, VOID
 from vitsee_core.truth.masks.png_maps import IGNORED
-from vitsee_core.truth.masks.segments import Segmentation
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
+from vitsee_core.truth.masks.sources import lost_annotations
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import TokenLayout
 
 pytest.importorskip("pycocotools")
 
@@ -43,6 +48,7 @@ def annotation(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def written(folder: Path, *annotations: dict[str, Any], **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     path = folder / "a.json"
     content = {"images": IMAGES, "annotations": annotations, "categories": CATEGORIES}
     path.write_text(json.dumps(content | changes))
@@ -230,6 +236,40 @@ def test_objects_outside_of_their_image_are_counted_and_named(
     assert "no outline reaches into its image (annotations 7); expected x and y" in line
     without_mask = annotation(8, segmentation=[])
     assert "(annotations 7)" in refused(written(tmp_path, entry, without_mask))
+
+
+def test_what_is_lost_reaches_sidecars(tmp_path: Path) -> None:
+    """Of all that read objects: by images (`spatial`) and as segments (`cluster`, `knn`)."""
+    left = annotation(5, segmentation=[[0, 0, 2, 0, 2, 1, 0, 1]])
+    right = annotation(6, category_id=2, segmentation=[[4, 2, 6, 2, 6, 4, 4, 4]])
+    outside = annotation(7, segmentation=FAR_RIGHT)
+    path = written(tmp_path, left, right, outside, images=IMAGES[:1])
+    pixels = np.random.default_rng(0).normal(size=(1, 24, 3))
+    layout = TokenLayout(prefix=(), grid=(4, 6), stride_px=(1.0, 1.0))
+    store = write_sites(
+        tmp_path / "s.zarr",
+        {"blocks.0.out": pixels},
+        layout=layout,
+        ids=["a.jpg"],
+        sizes=(4, 6),
+        transform={"input_size": (3, 4, 6), "crop_mode": "squash", "crop_pct": 1.0,
+                   "interpolation": "nearest", "mean": (0.5,) * 3, "std": (0.5,) * 3},
+    )  # fmt: skip
+    counts = {"annotations outside of their image": "1 of 3"}
+    table = spatial(store, masks=path, metrics="srss")
+    assert table.notes["masks"] == {"source": str(path), "foreground": "any"} | counts
+    segments = examples_of(
+        Segmentation(path), [(store, store.select(["blocks"]))], Execution()
+    )
+    data = segments.rows(store)
+    assert isinstance(data, LabelledSegments)
+    assert data.source.items() >= counts.items()
+    others = written(tmp_path / "more", annotation(8, image_id=2), annotation(9, image_id=9),
+                     images=IMAGES[1:])  # fmt: skip
+    assert lost_annotations(open_masks([path, others])) == {
+        "annotations outside of their image": f"1 of 3 in {path}",
+        "annotations of no image": f"1 of 2 in {others}",
+    }
 
 
 def test_what_lies_outside_has_no_pixel() -> None:

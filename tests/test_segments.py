@@ -376,6 +376,7 @@ def test_which_segments(tmp_path: Path) -> None:
         "images": 2, "segments": 2, "chosen": "all", "left_out_images_without_mask": 1,
         "left_out_crowds": 2, "left_out_empty": 1, "left_out_not_visible": 0,
         "masks": str(path), "weights": "area", "crowd": False,
+        "annotations without a mask": "1 of 5",
     }  # fmt: skip
     with_crowds = segments_of(store, path, crowd=True)
     assert with_crowds.rows.tolist() == [0, 0, 1, 2]

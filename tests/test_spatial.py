@@ -358,6 +358,30 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
     plot(table)
 
 
+def test_metrics_without_a_value_are_refused(tmp_path: Path) -> None:
+    """On 3 x 3 tokens none is 6 steps away; the line was one for authors of analyses."""
+    store = write_sites(
+        tmp_path / "a.zarr",
+        {"embed": field(4, 3, 3).reshape(4, 9, 4)},
+        layout=layout(3, 3),
+        ids=[f"{k}.jpg" for k in range(4)],
+        sizes=(3, 3),
+        transform={"input_size": (3, 3, 3), "crop_mode": "squash", "crop_pct": 1.0,
+                   "interpolation": "nearest", "mean": (0.5,) * 3, "std": (0.5,) * 3},
+    )  # fmt: skip
+    (tmp_path / "masks").mkdir()
+    for k in range(4):
+        mask = Image.fromarray(np.eye(3, dtype=np.uint8))
+        mask.save(tmp_path / f"masks/{k}.png")
+    for metrics in (["srss"], ["lds", "srss"], ["cds"]):
+        with pytest.raises(
+            VitseeError, match=f"{', '.join(metrics)}: no value .* 6 or more"
+        ):
+            run(store, masks=tmp_path / "masks", metrics=metrics)
+    table = run(store, masks=tmp_path / "masks", metrics=["srss", "lds_scaled"])
+    assert np.isnan(table.filter(metric="srss")["value"]).all()
+
+
 def test_refusals(tmp_path: Path) -> None:
     x, grid = field(4, 3, 3).reshape(4, 9, 4), layout(3, 3)
     store = write_sites(tmp_path / "a.zarr", {"embed": x, "pooled": x[:, 0]}, layout=grid)

@@ -15,6 +15,7 @@ frequencies that contrastive ones lose (Park et al. 2023).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.spatial.structure import (
     COSINES,
+    FAR,
     IN_TIME,
     NEXT,
     OF_ALL,
@@ -71,6 +73,7 @@ from vitsee_core.truth.masks.sources import (
     BACKGROUND_OPTION,
     PANOPTIC,
     VOID_OPTION,
+    lost_annotations,
     objects,
 )
 from vitsee_core.types import Float, Integers, pl
@@ -90,6 +93,11 @@ log = logging.getLogger(__name__)
 
 
 OF_MASKS = "srss"
+FAR_APART = {
+    "lds",
+    "cds",
+    OF_MASKS,
+}  # compare tokens with those at least `FAR` steps away
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES, *IN_TIME)
 COLUMNS = (
     *SITE,
@@ -139,7 +147,7 @@ def run(
         MissingInput: a site is stored pooled only.
         SiteError: no such site, or none with a grid.
         VitseeError: unknown metric, `srss` without masks, masks that cannot be used, numbers that
-            are not finite.
+            are not finite, or metrics without any value (see `FAR_APART`).
 
     Examples:
         >>> import vitsee
@@ -190,6 +198,11 @@ def run(
                 rows += measures.measure(site, foreground.get(layout))
             if measures.zero_tokens:
                 zero_tokens[store.label] = measures.zero_tokens
+    if set(requested) <= FAR_APART and all(math.isnan(row["value"]) for row in rows):
+        raise VitseeError(
+            f"{', '.join(requested)}: no value in any image; expected sites whose grid has tokens "
+            f"{FAR} or more steps apart (and of {OF_MASKS}, objects of several tokens)"
+        )
     for label, counts in zero_tokens.items():
         texts = abbreviate([f"{site} ({n})" for site, n in counts.items()])
         log.info("%s: tokens of length 0, which have no cosine: %s", label, texts)
@@ -201,7 +214,11 @@ def run(
         "zero_tokens": zero_tokens,
     }
     if mask_source is not None:
-        notes["masks"] = {"source": mask_source.name, "foreground": "any"}
+        notes["masks"] = {
+            "source": mask_source.name,
+            "foreground": "any",
+            **lost_annotations(mask_source),
+        }
     notes["seed"] = execution.seed
     notes["images"] = {
         store.label: images.describe()

@@ -17,7 +17,7 @@ from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import walk
 from vitsee_core.runtime.options import Option
 from vitsee_core.truth.masks.annotations import read_annotations
-from vitsee_core.truth.masks.coco import open_coco
+from vitsee_core.truth.masks.coco import CocoMasks, open_coco
 from vitsee_core.truth.masks.labels import (
     BACKGROUND,
     FOREGROUND,
@@ -163,6 +163,20 @@ class SeveralMasks(Several[MaskSource]):
     def segments(self, i: int) -> list[Segment]:
         source, k = self._place(i)
         return source.segments(k)
+
+
+def lost_annotations(source: MaskSource) -> dict[str, str]:
+    """Return which annotations of COCO files are in no mask, in words -> how many; of several
+    files with their names."""
+    if isinstance(source, CocoMasks):
+        return dict(source.left_out)
+    if not isinstance(source, SeveralMasks):
+        return {}
+    counts_by_kind: dict[str, list[str]] = {}
+    for part in source.sources:
+        for kind, count in lost_annotations(part).items():
+            counts_by_kind.setdefault(kind, []).append(f"{count} in {part.name}")
+    return {kind: "; ".join(counts) for kind, counts in counts_by_kind.items()}
 
 
 def check_once(sources: Sequence[PixelSource]) -> None:

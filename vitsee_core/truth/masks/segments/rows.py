@@ -37,6 +37,7 @@ from vitsee_core.truth.masks.sources import (
     PANOPTIC,
     SEGMENTS,
     VOID_OPTION,
+    lost_annotations,
 )
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -384,7 +385,12 @@ def find_segments(
         remarks=chosen.remarks,
         numbers=np.arange(len(rows)),
         counts=counts,
-        source={"masks": source.name, "weights": choice.weights, "crowd": choice.crowd},
+        source={
+            "masks": source.name,
+            "weights": choice.weights,
+            "crowd": choice.crowd,
+            **lost_annotations(source),
+        },
         weights=weights,
     )
 
