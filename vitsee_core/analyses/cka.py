@@ -203,8 +203,8 @@ def remarks_on_few_images(n: int) -> list[str]:
     # Of 4 images without one, unbiased HSIC does not exist: there is no jackknife.
     no_interval = ", and has no interval" if n == MIN_IMAGES else ""
     return [
-        f"CKA of {n} images is mostly noise{no_interval}: unbiased HSIC divides by n (n - 3), and "
-        "representations that share nothing may reach 1; give more --images"
+        f"CKA of {n} images is mostly noise{no_interval}: unbiased HSIC divides by n (n "
+        "- 3), and representations that share nothing may reach 1; give more --images"
     ]
 
 
@@ -265,8 +265,8 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     n = len(gram_a)
     if len(gram_b) != n or n < MIN_IMAGES:
         raise VitseeError(
-            f"the arrays have {n} and {len(gram_b)} images; expected the same ones, at least "
-            f"{MIN_IMAGES}"
+            f"the arrays have {n} and {len(gram_b)} images; expected the same ones, at "
+            f"least {MIN_IMAGES}"
         )
     value = _cka_of_grams(gram_a, gram_b)
     labels = block_labels(n, None)
@@ -306,8 +306,8 @@ def _flat_features(features: ArrayLike, name: str) -> Float:
     values: NDArray[Any] = np.asarray(features)
     if values.ndim < 2 or values.dtype.kind not in "fiub":
         raise VitseeError(
-            f"the {name} array is {values.dtype} of shape {values.shape}; expected numbers, "
-            "(images, features) or (images, tokens, features)"
+            f"the {name} array is {values.dtype} of shape {values.shape}; expected "
+            "numbers, (images, features) or (images, tokens, features)"
         )
     flat = values.reshape(len(values), -1).astype(np.float64)
     if not np.isfinite(flat).all():
@@ -355,11 +355,12 @@ ANALYSIS = Analysis(
     help="""
     Compare representations by linear CKA.
 
-    One store: all its sites with each other (Raghu et al. 2021, Fig. 1; Walmer et al. 2023,
-    Figs. 20 to 22). Two: the first one's sites (rows) with the second one's (columns; Raghu
-    Fig. 2). Three and more: one site of each, model by model (Walmer Fig. 6). An image is an
-    example, all tokens' channels are its features; --tokens takes fewer. The stores must hold
-    the same images in the same order, or images of the same names with --pair-by id.
+    One store: all its sites with each other (Raghu et al. 2021, Fig. 1; Walmer et al.
+    2023, Figs. 20 to 22). Two: the first one's sites (rows) with the second one's
+    (columns; Raghu Fig. 2). Three and more: one site of each, model by model (Walmer Fig.
+    6). An image is an example, all tokens' channels are its features; --tokens takes
+    fewer. The stores must hold the same images in the same order, or images of the same
+    names with --pair-by id.
 
       $ vitsee cka b16.zarr -o b16.csv --png b16.png
       $ vitsee cka b16.zarr r50.zarr --png cross.png > cross.csv
@@ -369,20 +370,20 @@ ANALYSIS = Analysis(
       $ vitsee cka clean.zarr blurred.zarr --pair-by id --pairs same-depth > blur.csv
       $ vitsee cka b16.zarr --pairs branch --png fig23.png > fig23.csv
 
-    Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
-    error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own
-    noise. Gram matrices are cached beside each store and reused.
+    Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's
+    standard error and 95 % interval; otherwise over minibatches, whose spread is the
+    estimator's own noise. Gram matrices are cached beside each store and reused.
     """,
     needs=("sites",),
     reading=(
-        "Each cell compares two layers over the same images: 1 is the same representation up to "
-        "rotation and scale, 0 is none of it shared. Off the diagonal, a uniform square means "
-        "that layers hardly change what they represent (typical of ViTs); blocks along the "
-        "diagonal are stages (typical of CNNs)."
+        "Each cell compares two layers over the same images: 1 is the same "
+        "representation up to rotation and scale, 0 is none of it shared. Off the "
+        "diagonal, a uniform square means that layers hardly change what they represent "
+        "(typical of ViTs); blocks along the diagonal are stages (typical of CNNs)."
     ),
     source=(
-        "Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 2, 8, 12; Walmer et al. 2023, Figs. "
-        "6, 19 to 23"
+        "Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 2, 8, 12; Walmer et al. "
+        "2023, Figs. 6, 19 to 23"
     ),
     columns=COLUMNS,
     meanings={"high": ""},

@@ -124,8 +124,8 @@ def run(
     """
     if len(stores) != 2:
         raise VitseeError(
-            f"cka-heads compares the heads of one store with the sites of another; expected two "
-            f"stores, got {len(stores)}"
+            f"cka-heads compares the heads of one store with the sites of another; "
+            f"expected two stores, got {len(stores)}"
         )
     a, b = stores
     heads_block = _block_with_heads(a, block)
@@ -225,8 +225,8 @@ def _head_outputs(store: Store, block: StoredAttention) -> list[Representation]:
         store.acts(name)
     except MissingInput:
         raise MissingInput(
-            f"{store.label} does not keep the outputs of the heads of {block.site}; run: vitsee "
-            f"extract MODEL --sites blocks --sites {name} ..."
+            f"{store.label} does not keep the outputs of the heads of {block.site}; run: "
+            f"vitsee extract MODEL --sites blocks --sites {name} ..."
         ) from None
     width, rest = divmod(site.dim, block.n_heads)
     if rest:
@@ -414,10 +414,10 @@ ANALYSIS = Analysis(
     help="""
     Compare local and global heads with another model.
 
-    The heads of the first block, from those that look at their neighbourhood to those that look
-    everywhere (by mean attention distance), in groups: CKA between the outputs of a group's heads
-    and the lower sites of a second store, usually a CNN, against the group's mean distance (Raghu
-    et al. 2021, Fig. 5). One row per group and site.
+    The heads of the first block, from those that look at their neighbourhood to those
+    that look everywhere (by mean attention distance), in groups: CKA between the outputs
+    of a group's heads and the lower sites of a second store, usually a CNN, against the
+    group's mean distance (Raghu et al. 2021, Fig. 5). One row per group and site.
 
       $ vitsee extract MODEL --sites blocks --sites blocks.0.attn.heads -o b16.zarr ...
       $ vitsee cka-heads b16.zarr r50.zarr -o heads.csv --png heads.png
@@ -426,9 +426,9 @@ ANALYSIS = Analysis(
     """,
     needs=("attention", "heads"),
     reading=(
-        "Each point is a group of heads of one block: how far they attend, and how similar "
-        "their output is to the lowest layers of the other model. If similarity falls with "
-        "distance, the local heads are the ones that see as a CNN does."
+        "Each point is a group of heads of one block: how far they attend, and how "
+        "similar their output is to the lowest layers of the other model. If similarity "
+        "falls with distance, the local heads are the ones that see as a CNN does."
     ),
     source="Raghu et al. 2021, Fig. 5",
     columns=COLUMNS,

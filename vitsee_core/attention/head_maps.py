@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,15 +44,16 @@ SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
 ALIGNED_FRAMES = "aligned_frames"  # of clips, by the offset in time
 
 
-@dataclass(frozen=True)
-class SlabSums:
-    """Sums of attention maps over images."""
+class SlabSums(NamedTuple):
+    """Sums of attention maps over images, in parts: runs of consecutive slabs.
 
-    # (array, group) -> (parts, blocks, ...) float64, NaN where an image has none
+    Attributes:
+        sums: (array, group) -> (parts, blocks, ...) float64, NaN where an image has none.
+        n_images: (parts,) valid images in each part.
+    """
+
     sums: dict[Key, Float]
-    n_images: NDArray[
-        np.int64
-    ]  # (parts,) valid images in each part, a run of consecutive slabs
+    n_images: NDArray[np.int64]
 
 
 def sum_slabs(
@@ -61,36 +61,48 @@ def sum_slabs(
 ) -> SlabSums:
     """Return the stored sums of some slabs, added in float64 to at most `parts` parts.
 
-    Of arrays that are stored per image, they are the sums over the valid images.
+    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer if `memory` is short).
 
-    Memory: `parts` times the arrays, and `jobs` slabs of them (fewer if `memory` is short). `rows`
-    must be whole slabs; they are counted in the execution's progress.
+    Args:
+        store: the store.
+        keys: arrays and their groups; of arrays that are stored per image, the sum is that over
+            the valid images.
+        rows: complete slabs; they are counted in the execution's progress.
+        execution: parallel work, memory and progress.
+        parts: the most parts, for spreads over parts.
     """
     counted = rows.mask & store.valid
-    places = [store.plan.rows(k) for k in range(store.n_slabs)]
-    n_slabs = sum(bool(counted[place].any()) for place in places)
+    # Slabs without an image that counts are not read.
+    n_slabs = 0
+    for k in range(store.n_slabs):
+        if counted[store.plan.rows(k)].any():
+            n_slabs += 1
     parts = max(1, min(parts, n_slabs))
     sums: dict[Key, Float] = {}
     n_images = np.zeros(parts, np.int64)
     work = partial(_read_slab_sums, tuple(keys))
     slab_bytes = sum(store.attention(*key).size_bytes for key in keys) // store.n_slabs
     jobs = execution.jobs
+    # Per job: the stored array, its valid rows, and the sums in float64.
     if execution.memory is not None:
         jobs = min(jobs, max(1, execution.memory // max(1, 3 * slab_bytes)))
-    of_slabs = each_slab(
+    # In the order of slabs, so that sums are equal to the bit however many jobs there are.
+    slab_sums = each_slab(
         store, work, rows=rows, jobs=jobs, map=execution.map, progress=execution.progress
     )
-    for i, (n, arrays) in enumerate(of_slabs):
-        part = i * parts // n_slabs
-        n_images[part] += n
+    for i, (n, arrays) in enumerate(slab_sums):
+        # Runs of slabs whose lengths differ by one at most.
+        part_index = i * parts // n_slabs
+        n_images[part_index] += n
         for key, array in zip(keys, arrays, strict=True):
             if key not in sums:
                 sums[key] = np.zeros((parts, *array.shape))
-            sums[key][part] += array
+            sums[key][part_index] += array
     return SlabSums(sums, n_images)
 
 
 def _read_slab_sums(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
+    """Return the number of valid images in a slab, and the sum of each array over them."""
     sums = []
     for name, group in keys:
         if name in (*SUMS.values(), ALIGNED_FRAMES):
@@ -101,8 +113,10 @@ def _read_slab_sums(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[
 
 
 def spatial(per_token: Float, layout: TokenLayout) -> Float:
-    """(..., tokens) without prefix tokens as (..., rows, cols), of clips (..., frames, rows, cols);
-    not renormalised."""
+    """Return (..., tokens) without prefix tokens on the grid, not renormalised.
+
+    The result is (..., rows, cols), for clips (..., frames, rows, cols).
+    """
     assert layout.grid is not None
     return per_token[..., layout.n_prefix :].reshape(*per_token.shape[:-1], *layout.body)
 
@@ -112,10 +126,15 @@ def mean_maps(
 ) -> tuple[Float, NDArray[np.int64]]:
     """Return the means over images of one block's heads, and the number of images in each.
 
-    sums: (heads, ...) as stored under `SUMS[kind]`. `mean-cls` and `mean-spatial`: attention
-    without renormalisation, so that a map's total is 1 minus the mass on prefix tokens. `aligned`:
-    total mass 1; an image without spatial mass in a head is excluded there. NaN if no image is
-    left.
+    Maps of `mean-cls` and `mean-spatial` are not renormalised, so that a map's total is 1 minus
+    the mass on prefix tokens. Maps of `aligned` have the total mass 1; an image without spatial
+    mass in a head is excluded there. They are NaN if no image is left.
+
+    Args:
+        sums: (heads, ...) as stored under `SUMS[kind]`.
+        n_images: the images in the sums.
+        layout: the block's tokens.
+        kind: one of `SUMS`.
     """
     n_heads = len(sums)
     if kind != "aligned":
@@ -147,11 +166,11 @@ def uniform_map(grid: Grid, window: Grid | None = None) -> Float:
 
 
 def _over_windows(
-    grid: Grid, window: Grid | None, each: Callable[[Grid], Float]
+    grid: Grid, window: Grid | None, window_map: Callable[[Grid], Float]
 ) -> Float:
     """Return the sum of maps by offset of all windows of a grid, divided by its cells.
 
-    each: size of a window -> its map by offset, (2 rows - 1, 2 cols - 1).
+    window_map: size of a window -> its map by offset, (2 rows - 1, 2 cols - 1).
     """
     gh, gw = grid
     total = np.zeros((2 * gh - 1, 2 * gw - 1))
@@ -159,26 +178,33 @@ def _over_windows(
         # The offset (0, 0) is at [gh - 1, gw - 1] of the grid's map.
         rows = slice(gh - height, gh + height - 1)
         cols = slice(gw - width, gw + width - 1)
-        total[rows, cols] += n_windows * each((height, width))
+        total[rows, cols] += n_windows * window_map((height, width))
     return total / (gh * gw)
 
 
 def per_query(aligned: Float, window: Grid | None = None) -> Float:
-    """Mass by offset, (..., 2 rows - 1, 2 cols - 1), as the mean attention of the queries that have
-    a key there: constant for uniform attention, whose mass is not. NaN where no query has one."""
+    """Return mass by offset as the mean attention of the queries that have a key there.
+
+    It is constant for uniform attention, whose mass is not, and NaN where no query has a key.
+
+    Args:
+        aligned: (..., 2 rows - 1, 2 cols - 1) mass by offset.
+        window: rows and columns of the windows that queries see; None for the grid.
+    """
     height, width = aligned.shape[-2:]
     coverage = query_coverage(((height + 1) // 2, (width + 1) // 2), window)
+    # Divided by 1 where there is no query: NumPy computes both sides of `where`.
+    divisor = np.where(coverage > 0, coverage, 1)
     with np.errstate(invalid="ignore"):
-        return np.where(
-            coverage > 0, aligned / np.where(coverage > 0, coverage, 1), np.nan
-        )
+        return np.where(coverage > 0, aligned / divisor, np.nan)
 
 
 def blocks_of_each(
     stores: Sequence[Store], sites: Sequence[str]
 ) -> StoreSelection[StoredAttention]:
-    """The blocks of every store that `sites` choose (see `attention_blocks`, `select_each`); those
-    whose attention extract left out are named with their reasons.
+    """Return the stores with attention, and the blocks of each that `sites` choose.
+
+    Blocks whose attention extract left out are logged with their reasons.
 
     Raises:
         MissingInput: no store has attention.
@@ -197,6 +223,7 @@ def chosen_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
 
 
 def _select_attention_blocks(store: Store, sites: Sequence[str]) -> list[StoredAttention]:
+    """Return the blocks that `sites` choose; refuse one whose attention extract left out."""
     left_out = _without_attention(store)
     for site in sites:
         if site in left_out:
@@ -245,9 +272,10 @@ def check_heads(
                 f"{store.label} has no head {missing[0]} in {block.site}; expected 0 to "
                 f"{block.n_heads - 1}"
             )
-    return [
-        np.array(sorted(set(heads)) or range(block.n_heads), np.int64) for block in blocks
-    ]
+    if heads:
+        return [np.array(sorted(set(heads)), np.int64) for _ in blocks]
+    # Blocks may have different numbers of heads.
+    return [np.arange(block.n_heads, dtype=np.int64) for block in blocks]
 
 
 def map_columns(
@@ -258,22 +286,35 @@ def map_columns(
     n_images: NDArray[np.int64],
     metric: str,
 ) -> dict[str, Any]:
-    """The rows of one block's maps, (heads, height, width), of clips (heads, frames, height,
-    width), as a block of a table. `aligned` maps have offsets in row and col, the others cells."""
+    """Return the rows of one block's maps as columns, a row per head and cell.
+
+    Args:
+        store: the store.
+        block: the block.
+        heads: (heads,) their numbers.
+        maps: (heads, height, width), for clips (heads, frames, height, width).
+        n_images: (heads,) the images in each map.
+        metric: the name of the maps; those of `aligned` have offsets in row and col, the others
+            cells.
+    """
     n_heads, *in_time, height, width = maps.shape
-    first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
     n_frames = in_time[0] if in_time else 1
-    cells = n_frames * height * width
-    frames = np.tile(np.repeat(np.arange(n_frames), height * width), n_heads)
-    return {
-        **site_columns(store, block),
-        "metric": metric,
-        "head": np.repeat(heads, cells),
-        **({"frame": frames} if in_time else {}),
-        "row": np.tile(
-            np.repeat(np.arange(height) + first[0], width), n_heads * n_frames
-        ),
-        "col": np.tile(np.arange(width) + first[1], n_heads * n_frames * height),
-        "value": maps.ravel(),
-        "n_images": np.repeat(n_images, cells),
-    }
+    n_cells = n_frames * height * width
+    rows = np.arange(height)
+    cols = np.arange(width)
+    if metric.startswith("aligned"):
+        # The offset 0 is in the middle: heights and widths of these maps are odd.
+        rows = rows - height // 2
+        cols = cols - width // 2
+    columns = site_columns(store, block)
+    columns["metric"] = metric
+    columns["head"] = np.repeat(heads, n_cells)
+    # All columns are in the order of maps.ravel(): head, frame, row, col.
+    if in_time:
+        frames = np.repeat(np.arange(n_frames), height * width)
+        columns["frame"] = np.tile(frames, n_heads)
+    columns["row"] = np.tile(np.repeat(rows, width), n_heads * n_frames)
+    columns["col"] = np.tile(cols, n_heads * n_frames * height)
+    columns["value"] = maps.ravel()
+    columns["n_images"] = np.repeat(n_images, n_cells)
+    return columns

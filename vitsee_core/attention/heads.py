@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 Array = tuple[str, str]
 Grid = tuple[int, int]
+# The table's note on its column `window`.
 WINDOW = (
-    "blocks whose queries see the keys of their window alone, of so many rows x columns of cells, "
-    "tiling the grid from its top left corner: distances, shares and maps are over what a query "
-    "sees, uniform attention is uniform within the window"
+    "blocks whose queries see the keys of their window alone, of so many rows x columns "
+    "of cells, tiling the grid from its top left corner: distances, shares and maps are "
+    "over what a query sees, uniform attention is uniform within the window"
 )
 WINDOW_OF_CLIPS = "; of clips so many times x rows x columns"
 
@@ -50,14 +51,18 @@ class StoredAttention(StoredPart):
 
     @property
     def window_text(self) -> str | None:
-        """The cell of the column `window`, `8 x 8`, of clips with the cells in time before them;
-        None where a query sees all keys."""
+        """The text of the column `window`: "8 x 8", for clips "2 x 8 x 8" with the cells in time.
+
+        None if a query sees all keys.
+        """
         layout = self.layout
         sides = self.window or self.layout.grid
         if sides is None or (self.window is None and self.times is None):
             return None
-        in_time = () if layout.frames is None else (self.times or layout.frames,)
-        return " x ".join(map(str, (*in_time, *sides)))
+        rows, cols = sides
+        if layout.frames is None:
+            return f"{rows} x {cols}"
+        return f"{self.times or layout.frames} x {rows} x {cols}"
 
 
 def _window_of_group(group: AttentionGroup) -> tuple[Grid | None, int | None]:
@@ -72,10 +77,13 @@ def _window_of_group(group: AttentionGroup) -> tuple[Grid | None, int | None]:
     sides: Grid | None = window[-2], window[-1]
     if layout.frames is None:
         return sides, None
-    return (
-        None if sides == layout.grid else sides,
-        None if window[0] == layout.frames else window[0],
-    )
+    # Windows of clips have three sides, the first one in time.
+    times: int | None = window[0]
+    if sides == layout.grid:
+        sides = None
+    if times == layout.frames:
+        times = None
+    return sides, times
 
 
 def attention_blocks(
@@ -89,28 +97,32 @@ def attention_blocks(
     """
     groups = store.attention_blocks
     if not groups:
-        reason = store.manifest.left_out.get("attention")
-        why = (
-            reason
-            or "it was extracted with --attention none (expected --attention summary)"
-        )
+        why = store.manifest.left_out.get("attention")
+        if not why:
+            why = "it was extracted with --attention none (expected --attention summary)"
         raise MissingInput(f"{store.label} has no attention summaries: {why}")
     depths = {
         name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places
     }
-    blocks = [
-        StoredAttention(
-            name,
-            *depths[name],
-            group.layout,
-            group.prefix,
-            row,
-            heads,
-            *_window_of_group(group),
-        )
-        for group in groups
-        for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
-    ]
+    blocks = []
+    for group in groups:
+        window, times = _window_of_group(group)
+        group_blocks = zip(group.blocks, group.n_heads, strict=True)
+        for row, (name, n_heads) in enumerate(group_blocks):
+            depth, rel_depth = depths[name]
+            block = StoredAttention(
+                name,
+                depth=depth,
+                rel_depth=rel_depth,
+                layout=group.layout,
+                group=group.prefix,
+                row=row,
+                n_heads=n_heads,
+                window=window,
+                times=times,
+            )
+            blocks.append(block)
+    # Groups are blocks of one grid, which need not follow each other in the model.
     blocks.sort(key=lambda block: block.depth)
     chosen = select_names(
         patterns,
@@ -165,13 +177,16 @@ def uniform_in_time(block: StoredAttention) -> tuple[float, float]:
     layout = block.layout
     if layout.frames is None or layout.stride_frames is None:
         return math.nan, math.nan
-    distance = share = 0.0
-    for (times, _), n in window_sizes(
-        (layout.frames, 1), (block.times or layout.frames, 1)
-    ).items():
-        apart = np.abs(np.subtract.outer(np.arange(times), np.arange(times)))
-        distance += n * float(apart.sum()) / times
-        share += n
+    distance = 0.0
+    share = 0.0
+    # Time as a grid with a single column.
+    windows = window_sizes((layout.frames, 1), (block.times or layout.frames, 1))
+    for (n_times, _), n_windows in windows.items():
+        times = np.arange(n_times)
+        apart = np.abs(np.subtract.outer(times, times))
+        # Of n_times queries each spreads its attention over n_times keys.
+        distance += n_windows * float(apart.sum()) / n_times
+        share += n_windows
     return distance * layout.stride_frames / layout.frames, share / layout.frames
 
 
@@ -191,23 +206,35 @@ def window_sizes(grid: Grid, window: Grid | None) -> Counter[Grid]:
 
     The last ones of a row or column are cut. Without windows it is the grid itself, once.
     """
-    sides = [
-        Counter(min(side, n - start) for start in range(0, n, side))
-        for n, side in zip(grid, window or grid, strict=True)
-    ]
-    return Counter(
-        {(a, b): n * m for a, n in sides[0].items() for b, m in sides[1].items()}
-    )
+    window_height, window_width = window or grid
+    heights = _segment_lengths(grid[0], window_height)
+    widths = _segment_lengths(grid[1], window_width)
+    sizes = Counter[Grid]()
+    for height, n_rows in heights.items():
+        for width, n_cols in widths.items():
+            sizes[height, width] = n_rows * n_cols
+    return sizes
+
+
+def _segment_lengths(n: int, length: int) -> Counter[int]:
+    """Return length -> how many segments of that length n cells divide into; the last is cut."""
+    return Counter(min(length, n - start) for start in range(0, n, length))
 
 
 def keys_seen(block: StoredAttention) -> float:
     """Return how many spatial keys a query sees, on average over queries."""
     layout = block.layout
+    # Tokens without a grid lie in a row.
     grid = layout.grid or (1, layout.n_body)
-    times = layout.frames or 1
-    in_time = window_sizes((times, 1), (block.times or times, 1))
-    seen = sum(n * (a * b) ** 2 for (a, b), n in window_sizes(grid, block.window).items())
-    return seen * sum(n * a**2 for (a, _), n in in_time.items()) / layout.n_body
+    n_times = layout.frames or 1
+    # A window of n cells has n queries with n keys each: n^2 pairs.
+    n_pairs = 0
+    for (height, width), n_windows in window_sizes(grid, block.window).items():
+        n_pairs += n_windows * (height * width) ** 2
+    n_pairs_in_time = 0
+    for length, n_windows in _segment_lengths(n_times, block.times or n_times).items():
+        n_pairs_in_time += n_windows * length**2
+    return n_pairs * n_pairs_in_time / layout.n_body
 
 
 def even_shares(block: StoredAttention) -> NDArray[np.float64]:
@@ -218,15 +245,26 @@ def even_shares(block: StoredAttention) -> NDArray[np.float64]:
     """
     layout = block.layout
     n_prefix = block.layout.n_prefix
-    body = layout.frames or 1, *(layout.grid or (1, layout.n_body))
-    sides = block.times or body[0], *(block.window or body[1:])
-    lengths = [
-        np.array([min(side, n - i // side * side) for i in range(n)])
-        for n, side in zip(body, sides, strict=True)
-    ]
-    seen = np.einsum("t,r,c->trc", *lengths).ravel()
-    each = 1 / (seen + n_prefix)
-    return np.concatenate([np.full(n_prefix, each.mean()), seen * each / len(seen)])
+    n_times = layout.frames or 1
+    rows, cols = layout.grid or (1, layout.n_body)
+    window_height, window_width = block.window or (rows, cols)
+    # The keys that the query of each cell sees: the product of its window's sides.
+    seen = np.einsum(
+        "t,r,c->trc",
+        _lengths_by_cell(n_times, block.times or n_times),
+        _lengths_by_cell(rows, window_height),
+        _lengths_by_cell(cols, window_width),
+    ).ravel()
+    # A query spreads the mass 1 over these and the prefix tokens.
+    per_key = 1 / (seen + n_prefix)
+    # A token is seen by as many queries as it sees keys, since windows tile the grid.
+    spatial_shares = seen * per_key / len(seen)
+    return np.concatenate([np.full(n_prefix, per_key.mean()), spatial_shares])
+
+
+def _lengths_by_cell(n: int, length: int) -> NDArray[np.int64]:
+    """Return (n,) the length of the segment that each cell is in; the last segment is cut."""
+    return np.array([min(length, n - i // length * length) for i in range(n)])
 
 
 def with_windows(
@@ -250,6 +288,7 @@ def with_windows(
     if not window_rows:
         return table
     frame = table.frame
+    # Before the metric: it says what a row is about.
     metric_index = frame.columns.index("metric")
     windows = pl.DataFrame(window_rows).with_columns(
         pl.col("store", "site").cast(pl.Categorical())

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +42,12 @@ Array = NDArray[Any]
 Take = Callable[[StoredAttention, "Tensor"], Mapping[str, "Tensor"]]
 TakeCall = Callable[[StoredAttention, "AttentionCall"], Mapping[str, "Tensor"]]
 
+# Bounds the memory: pixels and the results of `take` grow with a batch, too.
 BATCH_BYTES = 256 << 20  # attention of one block over one batch
 MAX_IMAGES = 32
 
 
-@dataclass(frozen=True)
-class Attended:
+class Attended(NamedTuple):
     """Results for a batch of images.
 
     Attributes:
@@ -86,19 +85,20 @@ def find_rows(store: Store, names: Sequence[str]) -> Integers:
             )
         if not len(rows):
             raise VitseeError(
-                f"{store.label} has no image {name!r}; expected an id like {str(ids[0])!r} "
-                f"or a row from 0 to {len(ids) - 1}"
+                f"{store.label} has no image {name!r}; expected an id like "
+                f"{str(ids[0])!r} or a row from 0 to {len(ids) - 1}"
             )
         elif name.isdigit() and int(name) < len(ids) and int(name) != rows[0]:
             log.info(
-                "%s: %r is read as an image's id (row %d of the store); the image in row %s "
-                "is %r",
+                "%s: %r is read as an image's id (row %d of the store); the image in row "
+                "%s is %r",
                 store.label,
                 name,
                 rows[0],
                 name,
                 str(ids[int(name)]),
             )
+        # Rows of images that could not be read are NaN.
         if not store.valid[rows[0]]:
             raise VitseeError(
                 f"{store.label} holds nothing of the image {name!r}: it is not valid"
@@ -161,6 +161,7 @@ def attention_of_images(
             yield batch
             progress.advance(len(batch.rows))
     finally:
+        # Also if the caller leaves the loop early.
         progress.stop()
 
 
@@ -238,8 +239,8 @@ def recomputed_calls(
     clip = store.plan.clip
     if clip is not None and clip.by_frame:
         raise MissingInput(
-            f"{store.label} holds clips that an image model saw frame by frame, of which no "
-            "attention is recomputed (for maps of single frames extract them as images)"
+            f"{store.label} holds clips that an image model saw frame by frame, of which "
+            "no attention is recomputed (for maps of single frames extract them as images)"
         )
     torch_device = resolve_device(device)
     model = model_of(store, origin.checkpoint, trust=origin.trust)
@@ -256,10 +257,11 @@ def recomputed_calls(
         )
         if not is_same:
             raise VitseeError(
-                f"{model.name} has no attention like the store's in {block.site} any more; "
-                f"extract {store.label} anew"
+                f"{model.name} has no attention like the store's in {block.site} any "
+                f"more; extract {store.label} anew"
             )
     model.module.to(torch_device)
+    # As when it was extracted, so that summaries and maps agree.
     precision = store.manifest.identity.get("precision", "fp32")
     if precision == "tf32" and torch_device.type != "cuda":
         precision = "fp32"  # tf32 exists on CUDA only
@@ -270,6 +272,7 @@ def recomputed_calls(
         torch_device,
     )
     batch_size = _batch_size(blocks)
+    # Checks hashes: images that have changed since are refused.
     read_pixels = Pictures(store, origin.data)
     stored_blocks = {block.site: block for block in blocks}
     values: dict[str, dict[str, Array]] = {}

@@ -227,8 +227,8 @@ class Dictionary:
 
         if (x < 0).any():
             raise VitseeError(
-                f"a token has negative numbers ({x.min():.3g}), and codes of kind nnls are of "
-                "tokens without; give --clamp to take them as 0"
+                f"a token has negative numbers ({x.min():.3g}), and codes of kind nnls "
+                "are of tokens without; give --clamp to take them as 0"
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
@@ -340,8 +340,8 @@ def for_sites(
         chosen = [store.site(dictionary.site) for dictionary, _ in dictionaries]
     if len(dictionaries) not in (1, len(chosen)):
         raise VitseeError(
-            f"{len(dictionaries)} dictionaries for {len(chosen)} sites; expected one, or one for "
-            "each"
+            f"{len(dictionaries)} dictionaries for {len(chosen)} sites; expected one, or "
+            "one for each"
         )
     if len(dictionaries) == 1:
         dictionaries = dictionaries * len(chosen)
@@ -450,8 +450,8 @@ def _fields_from_tensors(path: Path, tensors: Tensors, header: FileFields) -> Fi
         return _autoencoder_fields(path, tensors, header)
     names = ", ".join([*tensors][:5]) or "nothing"
     raise VitseeError(
-        f"no dictionary is recognised in its tensors ({names}); expected W_dec with W_enc, b_enc, "
-        "b_dec, or dictionary._weights with encoder..."
+        f"no dictionary is recognised in its tensors ({names}); expected W_dec with "
+        "W_enc, b_enc, b_dec, or dictionary._weights with encoder..."
     )
 
 

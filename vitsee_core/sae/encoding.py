@@ -138,8 +138,8 @@ def encode_store(
         features = choose_features(store, site, "all")
         if features.dim != dictionary.dim:
             raise SiteError(
-                f"the dictionary has {dictionary.dim} channels and {name} of {store.label} "
-                f"{features.dim}; expected one that was fitted on this site"
+                f"the dictionary has {dictionary.dim} channels and {name} of "
+                f"{store.label} {features.dim}; expected one that was fitted on this site"
             )
         encodings[site.name] = _Encoding(
             site=replace(site, alias_of=None), features=features, dictionary=dictionary
@@ -382,8 +382,8 @@ def _code_arrays(
         stored = codes.astype(site.dtype)
     if not np.isfinite(stored).all():
         raise VitseeError(
-            f"codes of {site.name} are up to {np.abs(codes).max():.3g}, beyond {site.dtype}; give "
-            "--dtype float32"
+            f"codes of {site.name} are up to {np.abs(codes).max():.3g}, beyond "
+            f"{site.dtype}; give --dtype float32"
         )
     body = stored[:, layout.n_prefix :]
     mean = codes[:, layout.n_prefix :].mean(1, dtype=np.float64)

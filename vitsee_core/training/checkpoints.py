@@ -78,7 +78,8 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
     ]
     if not paths:
         raise VitseeError(
-            f"no file matches --checkpoints {pattern!r}; expected a glob of checkpoints, in quotes"
+            f"no file matches --checkpoints {pattern!r}; expected a glob of checkpoints, "
+            "in quotes"
         )
     # path -> number by unit
     numbers = {path: numbers_in_name(path.stem) for path in paths}
@@ -108,8 +109,8 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         unreadable = {}
     if not step_by_path:
         raise VitseeError(
-            f"no step in the names of {pattern!r}, nor a field step, global_step or epoch in the "
-            "files; expected names such as step_1000.pt"
+            f"no step in the names of {pattern!r}, nor a field step, global_step or "
+            "epoch in the files; expected names such as step_1000.pt"
         )
     files = sorted(
         (StepFile(step, path) for path, step in step_by_path.items()),
@@ -118,8 +119,8 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
     for file, next_file in pairwise(files):
         if file.step == next_file.step:
             raise VitseeError(
-                f"two checkpoints of {unit} {file.step}: {file.path} and {next_file.path}; "
-                "expected a glob that takes one of them"
+                f"two checkpoints of {unit} {file.step}: {file.path} and "
+                f"{next_file.path}; expected a glob that takes one of them"
             )
     names = {file.path.name for file in files}
     skipped = {name: why for name, why in unreadable.items() if name not in names}
@@ -299,8 +300,8 @@ def cost_line(
     seconds = n_files * n_images * model.flops / (EFFICIENCY * speed)
     return (
         f"{plural(n_files, 'checkpoints')} over {plural(n_images, 'images')}: about "
-        f"{human_bytes(n_stores * store_bytes)} on disk, {describe_time(seconds)} of extraction "
-        "on this machine"
+        f"{human_bytes(n_stores * store_bytes)} on disk, {describe_time(seconds)} of "
+        "extraction on this machine"
     )
 
 

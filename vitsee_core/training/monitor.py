@@ -260,7 +260,8 @@ class Monitor:
                 if len(dropped) > 1:
                     steps = f"{dropped[0]} to {dropped[-1]}"
                 self._say(
-                    f"{self.unit} {steps} of the training before the restart: measured anew"
+                    f"{self.unit} {steps} of the training before the restart: measured "
+                    "anew"
                 )
 
         def cells() -> dict[str, Any]:
@@ -385,8 +386,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "full_tensor") or hasattr(parameter, "_sharded_size"):
             raise ModelError(
-                f"{name} is sharded over processes (FSDP), and one of them cannot measure the "
-                "model; expected a module with whole parameters, as under DistributedDataParallel"
+                f"{name} is sharded over processes (FSDP), and one of them cannot "
+                "measure the model; expected a module with whole parameters, as under "
+                "DistributedDataParallel"
             )
     return module
 
@@ -461,8 +463,9 @@ def _plain_forward(name: str, module: nn.Module) -> str:
     key = "_original_forward" if "_original_forward" in vars(module) else "forward"
     if getattr(vars(module)[key], "__self__", None) is not module:
         raise ModelError(
-            f"forward of {name or 'the model'} is replaced by a function, and a copy of the model "
-            "would run it on the model itself; expected a method (types.MethodType)"
+            f"forward of {name or 'the model'} is replaced by a function, and a copy of "
+            "the model would run it on the model itself; expected a method "
+            "(types.MethodType)"
         )
     return key
 

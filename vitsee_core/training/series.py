@@ -240,8 +240,8 @@ class Series:
             existing = [str(path) for path in tables if path.exists()]
             if existing:
                 raise VitseeError(
-                    f"{abbreviate(existing)} would be replaced, and {folder} has no record of "
-                    "steps; choose another folder"
+                    f"{abbreviate(existing)} would be replaced, and {folder} has no "
+                    "record of steps; choose another folder"
                 )
         try:
             (folder / STORES).mkdir(parents=True, exist_ok=True)
@@ -265,15 +265,15 @@ class Series:
             )
         if not resume:
             raise VitseeError(
-                f"{self.folder} has {len(record)} {self.unit}s of a model: give resume=True "
-                "to go on with them after a restart, or choose another folder"
+                f"{self.folder} has {len(record)} {self.unit}s of a model: give "
+                "resume=True to go on with them after a restart, or choose another folder"
             )
         for key, value in self._notes.items():
             recorded = record.notes.get(key)
             if recorded != value:
                 raise VitseeError(
-                    f"{self.folder} was made with {key} {recorded!r}, now {value!r}; choose "
-                    "another folder"
+                    f"{self.folder} was made with {key} {recorded!r}, now {value!r}; "
+                    "choose another folder"
                 )
         self._notes = dict(record.notes)
         self.ends = dict(record.notes.get("ends", {}))
@@ -399,9 +399,9 @@ class Series:
         first_fingerprint = self._notes.setdefault("samples_fingerprint", fingerprint)
         if first_fingerprint != fingerprint:
             raise VitseeError(
-                f"{self.data} has other images now than at the first {self.unit} (fingerprint "
-                f"{fingerprint[:8]}, then {first_fingerprint[:8]}); values of other images are "
-                "not compared"
+                f"{self.data} has other images now than at the first {self.unit} "
+                f"(fingerprint {fingerprint[:8]}, then {first_fingerprint[:8]}); values "
+                "of other images are not compared"
             )
         return store
 

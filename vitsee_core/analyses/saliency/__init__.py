@@ -26,10 +26,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from vitsee_core.analyses.saliency.figure import plot
 from vitsee_core.analyses.saliency.scoring import (
     BASELINES,
     TOKENS,
@@ -41,15 +42,6 @@ from vitsee_core.analyses.saliency.scoring import (
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.declaration import Analysis
-from vitsee_core.figures.curve_looks import DASHES, baselines_of, of_models, store_looks
-from vitsee_core.figures.curve_panels import CurveGrid
-from vitsee_core.figures.depth_curves import (
-    DEPTH_LABEL,
-    add_curve_legend,
-    draw_depth_curves,
-)
-from vitsee_core.figures.panels import em, note_count, panels, stack
-from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -58,11 +50,9 @@ from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Moments, Summary
 from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.words import baseline_words
 from vitsee_core.truth.masks import RULES, MaskTruth, ground_truth, open_masks
 from vitsee_core.truth.masks.sources import (
     BACKGROUND_OPTION,
@@ -70,14 +60,8 @@ from vitsee_core.truth.masks.sources import (
     VOID_OPTION,
     objects,
 )
-from vitsee_core.types import pl
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +71,12 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
 BESTS = ("head", "image")
+# Walmer et al. 2023, as Caron et al. 2021 before them.
 MASS = 0.6
 BEST_METHOD = (
-    "best = head: the block's head with the highest mean over images; the choice is not corrected "
-    "for in its interval. best = image: of each image the best head of the block, then the mean"
+    "best = head: the block's head with the highest mean over images; the choice is not "
+    "corrected for in its interval. best = image: of each image the best head of the "
+    "block, then the mean"
 )
 
 
@@ -128,8 +114,9 @@ def run(
     best: Annotated[
         str,
         Option(
-            "head: flag each block's head with the highest mean over images. image: also add the "
-            "mean of each image's best head, as the released code does; an oracle.",
+            "head: flag each block's head with the highest mean over images. image: also "
+            "add the mean of each image's best head, as the released code does; an "
+            "oracle.",
             choices=BESTS,
         ),
     ] = "head",
@@ -183,6 +170,7 @@ def run(
     plans = [
         attention_to_score(store, blocks, tokens) for store, blocks in selected.members
     ]
+    # Opened once for all stores: a COCO file takes seconds to parse.
     source = open_masks(masks, background, void, panoptic)
     origin = origin or Provenance()
     rows: list[dict[str, Any]] = []
@@ -190,6 +178,7 @@ def run(
     partitions: dict[str, Any] = {}
     for store, scored in zip(selected.stores, plans, strict=True):
         chosen = execution.rows(store)
+        # Masks become labels of tokens, once for each grid that the blocks have.
         layouts = {block.group: block.layout for block, _ in scored}
         mask_truth = ground_truth(
             store,
@@ -200,6 +189,7 @@ def run(
             execution=execution,
         )
         counts[store.label] = {**chosen.describe(), **mask_truth.counts}
+        # Images with masks, and a foreground token in them.
         used = Rows(mask_truth.mask, chosen.n_invalid, chosen.how)
         blocks = Blocks.of(store, mask_truth.mask, execution.seed)
         scores = overlaps(
@@ -212,6 +202,7 @@ def run(
             execution=execution,
             origin=origin,
         )
+        # Says which images each replicate leaves out.
         partitions[store.label] = blocks.describe()
         rows += _overlap_rows(
             store,
@@ -274,20 +265,16 @@ def attention_to_score(
     """
     if "cls" in tokens:
         check_class_token(store, blocks, "--tokens mean takes the mean over patches")
-    requested = [token for token in TOKENS if token in (tokens or TOKENS)]
+    # In the order of TOKENS, whatever the order of the option.
+    requested = tuple(token for token in TOKENS if token in (tokens or TOKENS))
+    without_cls = tuple(token for token in requested if token != "cls")
     if any(block.layout.cls is None for block in blocks) and not tokens:
         log.info("%s has no class token: only the mean over patches", store.label)
-    return tuple(
-        (
-            block,
-            tuple(
-                token
-                for token in requested
-                if token != "cls" or block.layout.cls is not None
-            ),
-        )
-        for block in blocks
-    )
+    scored = []
+    for block in blocks:
+        has_cls = block.layout.cls is not None
+        scored.append((block, requested if has_cls else without_cls))
+    return tuple(scored)
 
 
 def _overlap_rows(
@@ -324,15 +311,18 @@ def _overlap_rows(
             # NaN loses against every value; if all are NaN, no head is the best.
             means = np.where(np.isnan(summary.mean), -1, summary.mean)
             best_head = int(means.argmax()) if means.max() >= 0 else None
+            # (heads, blocks of images)
             replicates = scores.without("heads", block.site, token)
             for head in range(block.n_heads):
                 row = _overlap_row(store, block, summary, head)
                 row.update(token=token, head=head)
+                # Chosen by the mean over images, as in the paper.
                 if head == best_head:
                     row["best"] = "head"
                 row[WORD] = None if replicates is None else replicates[head]
                 rows.append(row)
             if adds_oracle:
+                # The best head of each image, as in the released code.
                 oracle = scores.oracle[block.site, token].summary()
                 row = _overlap_row(store, block, oracle, ())
                 row.update(token=token, best="image")
@@ -365,7 +355,14 @@ def _baseline_summaries(
 def _overlap_row(
     store: Store, block: StoredAttention, summary: Summary, index: int | tuple[()]
 ) -> dict[str, Any]:
-    """Return a row about a block with one entry of a summary; token, baseline and best are ""."""
+    """Return a row about a block; its token, baseline and best are "".
+
+    Args:
+        store: the store.
+        block: the block.
+        summary: means over images.
+        index: the head in the summary; () if it is of a single number.
+    """
     row = site_columns(store, block)
     row.update(token="", metric="iou", baseline="", best="")
     row.update(summary.cells(index))
@@ -373,12 +370,16 @@ def _overlap_row(
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return per store the best of the blocks' best heads, beside the best map that ignores the
-    image."""
+    """Return per store the IoU of its best head, beside that of the best map without the image.
+
+    The best head is the best of the blocks' best heads.
+    """
     answers = []
     for store, rows in by_store(table, metric="iou", best="head", baseline=None):
+        # The second extreme is the row with the highest value.
         i = extremes(rows)[1]
         text = f"the best head covers them to an IoU of {measured(rows, i)}, in {rows['site'][i]}"
+        # A store has several grids at most: the best baseline of any is named.
         baselines = []
         baseline_groups = by_store(table, store=store, metric="iou", baseline=BASELINES)
         for _, baseline_rows in baseline_groups:
@@ -391,158 +392,18 @@ def headline(table: Table) -> list[Answer]:
     return answers
 
 
-WHOSE = {"cls": "class token", "mean": "mean over patches"}
-ORACLE = "each image's best head (oracle)"
-# The heads of stores lie beside each other over this share of the x axis.
-SPREAD = 0.03
-# Baselines this near to one another are drawn once, for all stores.
-ALIKE = 0.01
-
-
-@styled
-def plot(table: Table) -> Figure:
-    """Draw two panels for the class token and two for the mean over patches.
-
-    The left one has each store's best heads against relative depth, with the 95 % interval as a
-    band and baselines dashed (Walmer et al. 2023, Figs. 5, 16), the right one all heads.
-    """
-    frame = table.frame
-    tokens = [token for token in WHOSE if token in frame["token"]]
-    if len(groups_of(frame["store"].unique())) > 1:
-        return _draw_groups(frame, tokens)
-    figure, all_axes = panels(2 * len(tokens), most=2, widest=26)
-    heads = of_models(frame)
-    for left, right, token in zip(all_axes[::2], all_axes[1::2], tokens, strict=True):
-        rows = heads.filter(token=token)
-        _draw_best(left, rows, frame)
-        _draw_heads(right, rows, frame)
-        left.set_title(f"{WHOSE[token]}: best head")
-        right.set_title(f"{WHOSE[token]}: all heads")
-    if "image" in heads["best"]:
-        all_axes[-2].plot(
-            [],
-            [],
-            color=GREY,
-            marker="o",
-            markerfacecolor="white",
-            linewidth=0.8,
-            label=ORACLE,
-        )
-    top = 1.06 * max(axes.dataLim.y1 for axes in all_axes)
-    for axes in all_axes:
-        axes.set_ylim(0, top)
-    add_curve_legend(figure, all_axes[::2])
-    return figure
-
-
-def _draw_groups(frame: pl.DataFrame, tokens: Sequence[str]) -> Figure:
-    """Draw the best heads alone, with a panel per group of stores and token."""
-    heads = of_models(frame)
-    grid = CurveGrid.of(len(tokens), frame)
-    figure, (box,) = stack(grid)
-    panels = grid.panels(box, [(token, heads.filter(token=token)) for token in tokens])
-    for axes, token, rows in panels:
-        _draw_best(axes, rows, frame)
-        axes.set_title(WHOSE[token])
-    all_axes = [axes for axes, *_ in panels]
-    grid.finish(panels)
-    add_curve_legend(figure, all_axes)
-    return figure
-
-
-def _draw_best(axes: Axes, rows: pl.DataFrame, frame: pl.DataFrame) -> None:
-    """Draw the curves of best heads, thinner those of each image's best head, and baselines.
-
-    Args:
-        axes: the panel.
-        rows: the rows of models about the panel's token.
-        frame: all rows of the table, which decide colours and baselines.
-    """
-    best = frame.filter(best="head")
-    looks = _store_colours(frame)
-    draw_depth_curves(axes, rows.filter(best="head"), among=best)
-    for oracle in rows.filter(best="image").partition_by("store", maintain_order=True):
-        axes.plot(
-            oracle["rel_depth"],
-            oracle["value"],
-            **looks[oracle["store"][0]],
-            markerfacecolor="white",
-            linewidth=0.8,
-        )
-    _draw_baselines(axes, rows, frame)
-
-
-def _draw_heads(axes: Axes, rows: pl.DataFrame, frame: pl.DataFrame) -> None:
-    """Draw a dot per head, and baselines; arguments as for `_draw_best`."""
-    n = frame["store"].n_unique()
-    looks = _store_colours(frame)
-    heads = rows.filter(pl.col("best").is_null() | (pl.col("best") == "head"))
-    for i, store_heads in enumerate(heads.partition_by("store", maintain_order=True)):
-        axes.scatter(
-            store_heads["rel_depth"] + SPREAD * (i - (n - 1) / 2) / n,
-            store_heads["value"],
-            s=em(72) ** 2 * 0.2,
-            **looks[store_heads["store"][0]],
-            alpha=0.5,
-            linewidth=0,
-        )
-    _draw_baselines(axes, rows, frame)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
-    axes.set_xlabel(DEPTH_LABEL)
-    note_count(axes, rows)
-
-
-def _draw_baselines(axes: Axes, drawn: pl.DataFrame, frame: pl.DataFrame) -> None:
-    """Draw the baselines of the drawn stores, in grey if a baseline is the same for all stores,
-    else in the stores' colours."""
-    looks = _store_colours(frame)
-    baselines = baselines_of(frame.filter(pl.col("store").is_in([*drawn["store"]])))
-    for (name, rows), dashes in zip(baselines.items(), DASHES, strict=False):
-        values = rows["value"].drop_nulls().to_numpy()
-        shared = np.ptp(values) < ALIKE if len(values) else True
-        for store_rows in rows.partition_by("store", maintain_order=True):
-            store_rows = store_rows.sort("rel_depth", maintain_order=True)
-            tint = GREY if shared else looks[store_rows["store"][0]]["color"]
-            axes.plot(
-                store_rows["rel_depth"],
-                store_rows["value"],
-                color=tint,
-                linestyle=dashes,
-                linewidth=1,
-                zorder=1,
-            )
-            if shared:
-                break
-        axes.plot(
-            [],
-            [],
-            color=GREY,
-            linestyle=dashes,
-            linewidth=1,
-            label=baseline_words(name, "iou"),
-        )
-
-
-def _store_colours(frame: pl.DataFrame) -> dict[str, dict[str, Any]]:
-    """Return store -> the colour and marker of its best heads' curve."""
-    looks = store_looks(frame.filter(best="head"))
-    return {
-        store: {name: look[name] for name in ("color", "marker")}
-        for store, look in looks.items()
-    }
-
-
 ANALYSIS = Analysis(
     module=__name__,
     question=ATTENTION,
     help="""
     Measure how well each head's attention covers objects.
 
-    The most attended tokens that hold 60 % of a head's attention are compared with the union of
-    the ground-truth masks, as intersection over union, averaged over images (Walmer et al.
-    2023, Figs. 5, 16). Masks are resized and cropped as the images were. Images without a mask
-    or without a foreground token are left out and counted. Reads stores of extract --attention
-    rows; for others the attention is recomputed with the store's model.
+    The most attended tokens that hold 60 % of a head's attention are compared with the
+    union of the ground-truth masks, as intersection over union, averaged over images
+    (Walmer et al. 2023, Figs. 5, 16). Masks are resized and cropped as the images were.
+    Images without a mask or without a foreground token are left out and counted. Reads
+    stores of extract --attention rows; for others the attention is recomputed with the
+    store's model.
 
       $ vitsee extract vit_base_patch16_224 --data voc/JPEGImages --attention rows -o b16.zarr
       $ vitsee saliency b16.zarr --masks voc/SegmentationClass -o iou.csv --png iou.png
@@ -550,21 +411,22 @@ ANALYSIS = Analysis(
       $ vitsee saliency b16.zarr --masks train.json --masks val.json -o parts.csv
       $ vitsee saliency b16.zarr --masks saliency/ --void none --tokens cls --best image
 
-    Attention is read in float16, as it is stored: compared with float32, nearly equal tokens at
-    the cut swap places, which changes a head's mean by up to 6e-4.
+    Attention is read in float16, as it is stored: compared with float32, nearly equal
+    tokens at the cut swap places, which changes a head's mean by up to 6e-4.
 
-    PNG masks have one number per pixel: 0 is background, 255 void, all else foreground. Of a COCO
-    file every annotation is foreground, crowd regions are void; of a panoptic one things are
-    foreground, stuff is background. Tokens of which more than half is void are left out.
+    PNG masks have one number per pixel: 0 is background, 255 void, all else foreground.
+    Of a COCO file every annotation is foreground, crowd regions are void; of a panoptic
+    one things are foreground, stuff is background. Tokens of which more than half is void
+    are left out.
 
-    Rows with a baseline give what maps that ignore the image reach: uniform (chance decides
-    among equal tokens), centre (a Gaussian about the middle), random.
+    Rows with a baseline give what maps that ignore the image reach: uniform (chance
+    decides among equal tokens), centre (a Gaussian about the middle), random.
     """,
     needs=("attention", "images"),
     reading=(
-        "How well the most attended tokens of each block's best head cover the objects. The "
-        "dashed lines are maps that ignore the image (uniform, its centre, noise): only what "
-        "lies above them has to do with the objects."
+        "How well the most attended tokens of each block's best head cover the objects. "
+        "The dashed lines are maps that ignore the image (uniform, its centre, noise): "
+        "only what lies above them has to do with the objects."
     ),
     source="Walmer et al. 2023, Figs. 5, 16; Caron et al. 2021",
     columns=COLUMNS,

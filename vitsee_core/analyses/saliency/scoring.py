@@ -47,28 +47,30 @@ def top_mass(maps: NDArray[Any], mass: float) -> Mask:
         keys = maps.view(np.int16)
     order = np.argsort(keys, axis=-1, kind="stable")
     summed = np.take_along_axis(maps, order, -1).cumsum(-1, dtype=np.float64)
-    kept = np.zeros(maps.shape, bool)
-    np.put_along_axis(kept, order, summed > (1 - mass + SLACK) * summed[..., -1:], -1)
-    return kept
+    # In shares of the total, summed[..., -1]: maps need not sum to 1.
+    is_above = summed > (1 - mass + SLACK) * summed[..., -1:]
+    is_top = np.zeros(maps.shape, bool)
+    np.put_along_axis(is_top, order, is_above, -1)
+    return is_top
 
 
-def overlap(kept: Mask, labels: Labels) -> Float:
-    """Return the intersection over union of kept tokens with the foreground, (images, ...).
+def overlap(is_top: Mask, labels: Labels) -> Float:
+    """Return the intersection over union of top tokens with the foreground, (images, ...).
 
-    Void tokens are left out on both sides. It is NaN if nothing is kept, or nothing is foreground.
+    Void tokens are left out on both sides. It is NaN if no token is top, or none is foreground.
 
     Args:
-        kept: (images, ..., tokens).
+        is_top: (images, ..., tokens) as `top_mass` gives it.
         labels: (images, tokens).
     """
     # The same labels for every head: axes of length 1 between images and tokens.
-    n_middle_axes = kept.ndim - 2
+    n_middle_axes = is_top.ndim - 2
     labels = labels.reshape(len(labels), *(1,) * n_middle_axes, labels.shape[-1])
     is_foreground = labels == FOREGROUND
-    intersection = (kept & is_foreground).sum(-1)
-    union = ((kept & (labels != VOID)) | is_foreground).sum(-1)
+    intersection = (is_top & is_foreground).sum(-1)
+    union = ((is_top & (labels != VOID)) | is_foreground).sum(-1)
     iou = intersection / np.maximum(union, 1)
-    return np.where(kept.any(-1) & is_foreground.any(-1), iou, np.nan)
+    return np.where(is_top.any(-1) & is_foreground.any(-1), iou, np.nan)
 
 
 def blind_overlaps(
@@ -101,16 +103,17 @@ def blind_overlaps(
         uniform[i] = rng.permutation(even)
         # Exponential variates over their sum are uniform on the simplex.
         noise[i] = rng.exponential(size=n_tokens)
-    centre = np.broadcast_to(top_mass(_centred_map(grid), mass), labels.shape)
-    kept = {"uniform": uniform, "centre": centre, "random": top_mass(noise, mass)}
-    return {name: overlap(kept[name], labels) for name in BASELINES}
-
-
-def _centred_map(grid: tuple[int, int]) -> Float:
-    """Return a Gaussian about the middle of the grid, (tokens,)."""
-    y, x = ((np.arange(n) + 0.5) / n - 0.5 for n in grid)
+    # A Gaussian about the middle, in units of the grid's sides: -0.5 to 0.5.
+    y = (np.arange(grid[0]) + 0.5) / grid[0] - 0.5
+    x = (np.arange(grid[1]) + 0.5) / grid[1] - 0.5
     squares = np.add.outer(y**2, x**2)
-    return np.exp(-squares / (2 * CENTRE_STD**2)).ravel()
+    gaussian = np.exp(-squares / (2 * CENTRE_STD**2)).ravel()
+    centre = np.broadcast_to(top_mass(gaussian, mass), labels.shape)
+    return {
+        "uniform": overlap(uniform, labels),
+        "centre": overlap(centre, labels),
+        "random": overlap(top_mass(noise, mass), labels),
+    }
 
 
 log = logging.getLogger(__name__)
@@ -186,7 +189,7 @@ class Overlaps:
         block_of: NDArray[np.int64],
     ) -> None:
         """labels: group -> (images, tokens), as `MaskTruth` has them; block_of: (images,)."""
-        self._wanted = scored
+        self._scored = scored
         self._labels = labels
         self._mass = mass
         self._block_of = block_of
@@ -198,10 +201,11 @@ class Overlaps:
         self.oracle = {key: Moments() for key in keys}
 
     def update(self, slab: Slab) -> None:
+        """Add the stored attention of a slab's valid images."""
         valid = slab.valid
         rows = np.arange(slab.rows.start, slab.rows.stop)[valid]
         arrays: dict[tuple[str, str], NDArray[Any]] = {}
-        for block, tokens in self._wanted:
+        for block, tokens in self._scored:
             for token in tokens:
                 array = ARRAYS[token], block.group
                 if array not in arrays:
@@ -221,9 +225,10 @@ class Overlaps:
             a: (images, heads, keys) attention over all keys.
             rows: (images,) rows of the store.
         """
-        kept = top_mass(a[..., block.layout.n_prefix :], self._mass)
+        # Prefix tokens dropped; top_mass works in shares, which is the renormalisation.
+        is_top = top_mass(a[..., block.layout.n_prefix :], self._mass)
         # (images, heads)
-        iou = overlap(kept, self._labels[block.group][rows])
+        iou = overlap(is_top, self._labels[block.group][rows])
         # Not nanmax, which warns of images in which no head has a value.
         best = np.where(np.isnan(iou), -np.inf, iou).max(1)
         best = np.where(np.isneginf(best), np.nan, best)
@@ -262,12 +267,13 @@ class Overlaps:
             return means_without(*self._sums[key])
         return None
 
-    def merge(self, other: Overlaps) -> None:
+    def merge(self, later: Overlaps) -> None:
+        """Add the moments and sums of later slabs to these."""
         for key in self.heads:
-            self.heads[key].merge(other.heads[key])
-            self.oracle[key].merge(other.oracle[key])
-        for sums_key, parts in other._sums.items():
-            self._add_sums(sums_key, parts)
+            self.heads[key].merge(later.heads[key])
+            self.oracle[key].merge(later.oracle[key])
+        for sums_key, sums in later._sums.items():
+            self._add_sums(sums_key, sums)
 
     def result(self) -> Overlaps:
         """Return this object itself: its moments are the result."""
@@ -308,6 +314,7 @@ def _add_recomputed(
             maps["mean"] = a[:, :, block.layout.n_prefix :].mean(2)
         return maps
 
+    # The model's full attention never leaves the device: `take` keeps two rows of it.
     batches = attention_of_images(
         store,
         np.flatnonzero(used.mask),

@@ -63,11 +63,15 @@ def collapse(x: Float, labels: Integers) -> tuple[dict[str, float], int]:
         labels, return_inverse=True, return_counts=True
     )
     c = len(names)
-    means = _class_sums(x, class_index, c) / counts[:, np.newaxis]
+    # Sorted by class: reduceat adds up runs, many times as fast as np.add.at.
+    order = np.argsort(class_index, kind="stable")
+    starts = np.searchsorted(class_index[order], np.arange(c))
+    class_sums = np.add.reduceat(x[order], starts, axis=0)
+    means = class_sums / counts[:, np.newaxis]
     within = x - means[class_index]
-    variance = np.bincount(class_index, np.einsum("nd,nd->n", within, within)) / (
-        counts - 1
-    )
+    # s_c^2 is unbiased: divided by n_c - 1.
+    squared_norms = np.einsum("nd,nd->n", within, within)
+    variance = np.bincount(class_index, squared_norms) / (counts - 1)
     centred = means - means.mean(0)
     values = dict(_nc2(centred))
     values["cdnv"], left_out = _cdnv(means, variance, counts)
@@ -107,7 +111,10 @@ def _cdnv(means: Float, variance: Float, counts: Integers) -> tuple[float, int]:
     """
     i, j = np.triu_indices(len(means), 1)
     size = np.einsum("cd,cd->c", means, means)
-    squared = np.maximum(size[:, np.newaxis] + size - 2 * means @ means.T, 0)[i, j]
+    # |m_i - m_j|^2 by products, not below 0 where rounding would take it there.
+    all_squared = size[:, np.newaxis] + size - 2 * means @ means.T
+    squared = np.maximum(all_squared, 0)[i, j]
+    # The squared distance of sample means exceeds that of the true ones by their variances.
     variance_of_mean = variance / counts
     squared = squared - variance_of_mean[i] - variance_of_mean[j]
     positive = squared > 0
@@ -167,14 +174,6 @@ def nearest_mean_disagrees(
     return disagrees
 
 
-def _class_sums(x: Float, class_index: Integers, n: int) -> Float:
-    """Return the sum of each class's examples, (n, dim); no class may be empty."""
-    # Sorted by class: reduceat adds up runs, many times as fast as np.add.at.
-    order = np.argsort(class_index, kind="stable")
-    starts = np.searchsorted(class_index[order], np.arange(n))
-    return np.add.reduceat(x[order], starts, axis=0)
-
-
 # The share of examples that the slope is fitted to (Facco et al. 2017 leave out the largest mu).
 KEPT_SHARE = 0.9
 # Squared distances below this part of the largest are rounding: the examples are equal.
@@ -201,14 +200,19 @@ class TwoNearest:
         np.fill_diagonal(squared, np.inf)
         finite = squared[np.isfinite(squared)]
         edge = EQUAL * max(float(finite.max(initial=0)), 2 * float(size.max(initial=0)))
+        # An example stays if none before it equals it.
         first = ~np.tril(squared <= edge, -1).any(1)
         squared = squared[np.ix_(first, first)]
         self.labels = labels[first]
         self.n_equal = int((~first).sum())
         self.blocks = np.unique(labels)
-        self.nearest = np.stack(
-            [_two_smallest(squared[:, self.labels == b]) for b in self.blocks], 1
-        )
+        nearest = []
+        for b in self.blocks:
+            # Padded with inf, so that a block of one example has two columns.
+            in_block = squared[:, self.labels == b]
+            in_block = np.pad(in_block, ((0, 0), (0, 2)), constant_values=np.inf)
+            nearest.append(np.partition(in_block, 1, axis=1)[:, :2])
+        self.nearest = np.stack(nearest, axis=1)
 
     def dimension(self, among: Mask) -> float:
         """Return the dimension estimated from the examples in some blocks, a mask (blocks,).
@@ -238,9 +242,3 @@ class TwoNearest:
         alone = np.array([self.dimension(self.blocks == b) for b in self.blocks])
         moved: Float = 1 + (1 - alone / alone.mean()) / max(len(alone) - 1, 1)
         return self.dimension(all_blocks) * moved
-
-
-def _two_smallest(squared: Float) -> Float:
-    """Return the two smallest of each row, (n, 2); inf if there are fewer."""
-    squared = np.pad(squared, ((0, 0), (0, 2)), constant_values=np.inf)
-    return np.partition(squared, 1, axis=1)[:, :2]
