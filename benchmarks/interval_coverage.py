@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled
 from vitsee_core.analyses import retrieve, similarity, spectrum
 from vitsee_core.analyses.spectrum.measures import TwoNearest
+from vitsee_core.analyses.spectrum.site_spectra import METRICS as SPECTRUM_METRICS
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import (
     block_sums,
@@ -143,7 +144,7 @@ def spectra(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Interva
     store = write_labelled(
         folder / f"{rng.integers(1 << 60)}.zarr", {"pooled": x}, labels
     )
-    metrics = [name for name in spectrum.METRICS if name not in ("twonn", "nc4")]
+    metrics = [name for name in SPECTRUM_METRICS if name not in ("twonn", "nc4")]
     return of_rows(spectrum.run(store, sites=["head"], metrics=metrics))
 
 

@@ -24,8 +24,8 @@ from tests.printed_text import flat
 from tests.tables import equal
 from tests.test_masks import slow_iou
 from vitsee_cli.main import main
-from vitsee_core.analyses.saliency import COLUMNS, plot, run
-from vitsee_core.analyses.saliency.figure import ORACLE
+from vitsee_core.analyses.saliency import COLUMNS, run
+from vitsee_core.analyses.saliency.figure import ORACLE, plot
 from vitsee_core.analyses.saliency.scoring import BASELINES
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words

@@ -11,14 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.stores import write_labelled, write_sites
-from vitsee_core.analyses.spectrum import METRICS, plot, run
+from vitsee_core.analyses.spectrum import plot, run
 from vitsee_core.analyses.spectrum.measures import (
     TwoNearest,
     collapse,
     halves,
     nearest_mean_disagrees,
 )
-from vitsee_core.analyses.spectrum.site_spectra import OF_CLASSES, ClassMeasures
+from vitsee_core.analyses.spectrum.site_spectra import METRICS, OF_CLASSES, ClassMeasures
 from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.covariance import (
