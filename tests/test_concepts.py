@@ -21,7 +21,8 @@ from vitsee_core.analyses.concepts.figure import _cut
 from vitsee_core.analyses.concepts.fitting import FittedDictionaries, matched_cosine
 from vitsee_core.figures.patch_maps.photos import Photograph
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.sae.dictionary import Dictionary, read_dictionary
+from vitsee_core.sae.dictionary import Dictionary
+from vitsee_core.sae.dictionary_files import read_dictionary
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from scipy.optimize import nnls
 
-from vitsee_core.sae.dictionary import (
-    Dictionary,
+from vitsee_core.sae.dictionary import Dictionary
+from vitsee_core.sae.dictionary_files import (
     Overrides,
     read_dictionary,
     save_dictionary,

@@ -17,7 +17,8 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, pca
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.sae import encoding
-from vitsee_core.sae.dictionary import Dictionary, Overrides, for_sites, save_dictionary
+from vitsee_core.sae.dictionary import Dictionary
+from vitsee_core.sae.dictionary_files import Overrides, for_sites, save_dictionary
 from vitsee_core.sae.encoding import encode_store
 from vitsee_stores import Store, StoreWriter, open_store, require_paired
 from vitsee_stores.errors import IdentityMismatch, MissingInput, SiteError, VitseeError

@@ -27,8 +27,9 @@ from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.outcome import Interrupted
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.tables.results import Table
-from vitsee_core.training.monitor import cpu_copy, preserve_rng_and_modes, unwrapped
-from vitsee_core.training.series import Series, scalars
+from vitsee_core.training.measurements import scalars
+from vitsee_core.training.module_copy import cpu_copy, preserve_rng_and_modes, unwrapped
+from vitsee_core.training.series import Series
 from vitsee_stores.errors import VitseeError
 
 N = 12

@@ -64,14 +64,8 @@ def run_checkpoints(ctx: click.Context, study: CheckpointStudy, *, dry_run: bool
     from vitsee_core.study import cost
     from vitsee_core.tables.steps import RECORD
     from vitsee_core.training import checkpoints
-    from vitsee_core.training.series import (
-        FIRST,
-        LAST,
-        MEASURED,
-        PREVIOUS,
-        Series,
-        measurements,
-    )
+    from vitsee_core.training.measurements import FIRST, LAST, PREVIOUS, measurements
+    from vitsee_core.training.series import MEASURED, Series
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     if len(study.models) > 1:

@@ -26,7 +26,8 @@ from tests.faults.trials import (
     seeds,
 )
 from tests.processes import Server
-from vitsee_core.sae.dictionary import Dictionary, save_dictionary
+from vitsee_core.sae.dictionary import Dictionary
+from vitsee_core.sae.dictionary_files import save_dictionary
 
 STORE = "stores/a.zarr"
 FEW = ["--sites", "blocks.0..1.out", "--attention", "none", "--no-residual"]

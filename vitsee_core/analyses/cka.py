@@ -119,6 +119,7 @@ def run(
         >>> len(values)
         1
     """
+    # A paper's sites, unless other sites or pairs were named.
     if preset in PRESETS and pairs == "all":
         sites = sites or PRESETS[preset].sites
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
@@ -134,6 +135,7 @@ def run(
         pair_by=pair_by,
     )
     row_representations = _representations(chosen.rows, tokens)
+    # None: one store's sites among themselves.
     col_representations = None
     if chosen.cols is not None:
         col_representations = _representations(chosen.cols, tokens)
@@ -154,6 +156,7 @@ def run(
         pair_by=pair_by,
         progress=execution.progress,
     )
+    # Sites whose CKA is NaN, and too few images: said beside the table, not instead of it.
     remarks = without_value(_side_labels(chosen.rows), h.rows)
     if chosen.cols is not None:
         remarks += without_value(_side_labels(chosen.cols), h.cols)
@@ -162,13 +165,15 @@ def run(
         log.warning("%s", remark)
 
     col_sites = chosen.rows if chosen.cols is None else chosen.cols
-    any_tokens = any(site.kind != "vector" for _, site in (*chosen.rows, *col_sites))
+    compared_sites = [*chosen.rows, *col_sites]
+    any_tokens = any(site.kind != "vector" for _, site in compared_sites)
     notes = dict(h.notes)
     if preset:
         notes["preset"] = f"{preset}: {PRESETS[preset].source}"
     if chosen_estimator.rescale:
         notes["rescaled"] = True
     notes["pairs"] = pairs
+    # Vectors have no tokens to choose from.
     notes["tokens"] = tokens if any_tokens else "vectors"
     notes.update(_site_notes(chosen.rows, col_sites))
     notes["remarks"] = remarks
@@ -228,6 +233,7 @@ def plot(table: Table) -> Figure:
     by one site each get numbers in the cells. Curves run over the sites in order, one for each
     store that the first is compared with; bands are 95 % intervals, bars the estimator's noise.
     """
+    # Where each site has one partner, a matrix would be a diagonal.
     if not one_to_one(table):
         return draw_heatmaps(panels_of(table), describe_scale(table))
     figure, (axes,) = panels(1, widest=48, height=18)
@@ -241,8 +247,11 @@ def plot(table: Table) -> Figure:
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return each store's CKA of its lowest layers among themselves, of its highest layers, and of
-    the first layer with the last; of two stores their most similar layers."""
+    """Return per store how alike its layers are; for two stores, their most similar layers.
+
+    Per store it is the CKA of its lowest layers among themselves, of its highest layers, and of
+    the first layer with the last.
+    """
     return alike(table, "cka")
 
 
@@ -272,6 +281,8 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     labels = block_labels(n, None)
     without = np.full(labels.max() + 1, np.nan)  # CKA without each block of images
     for block in range(len(without)):
+        # The Gram matrix of the remaining images is a part of that of all. It is centred by the
+        # mean of all, on which unbiased HSIC does not depend.
         remaining = np.flatnonzero(labels != block)
         if len(remaining) >= MIN_IMAGES:
             pairs = np.ix_(remaining, remaining)
@@ -327,7 +338,7 @@ def _hollow_gram(x: Float) -> Float:
         _, exponent = np.frexp(largest)
         x = np.ldexp(x, -exponent)
     x = x - x.mean(0)
-    gram: Float = x @ x.T
+    gram: Float = x @ x.T  # (images, images)
     np.fill_diagonal(gram, 0.0)
     return gram
 

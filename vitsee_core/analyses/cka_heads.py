@@ -55,8 +55,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# `heads` are numbers with blanks between, from the most local head on.
 COLUMNS = (*PAIR, "heads", "distance_px", *VALUES, "n_images")
 ARROW = "\N{RIGHTWARDS ARROW}"
+# More curves have neither bars nor a legend entry each.
 LEGEND_ENTRIES = 10
 
 
@@ -130,11 +132,13 @@ def run(
     a, b = stores
     heads_block = _block_with_heads(a, block)
     heads = _head_outputs(a, heads_block)
+    # Distances order the heads, on the same images as their CKA.
     distances = _head_distances(a, b, heads_block, execution)
     groups = _groups_of_heads(distances, window, cumulative)
     if sites_b:
         sites = b.select(sites_b)
     else:
+        # Fig. 5 of Raghu et al. compares with the early layers of a ResNet.
         sites = [site for site in b.select("blocks") if site.rel_depth <= 0.5]
     chosen_estimator = choose_estimator(
         stores,
@@ -167,6 +171,7 @@ def run(
     for row, group in zip(members, groups, strict=True):
         row[group] = 1
     grouped = over_groups(h, members)
+    # Summed before the division: the CKA of a group is not the mean of its heads' CKA.
     similarity = summarise(grouped)
 
     group_names = [" ".join(map(str, group)) for group in groups]
@@ -178,6 +183,7 @@ def run(
     notes["groups"] = _describe_groups(groups, cumulative)
     if preset:
         notes["preset"] = f"{preset}: {PRESETS[preset].source}"
+    # (heads,) in the heads' own order: rows have the means of groups.
     notes["head_distances_px"] = distances.tolist()
     notes["remarks"] = remarks
 
@@ -244,9 +250,18 @@ def _head_outputs(store: Store, block: StoredAttention) -> list[Representation]:
 def _head_distances(
     a: Store, b: Store, block: StoredAttention, execution: Execution
 ) -> NDArray[Any]:
-    """Return the mean attention distance of each head of a block of `a`, (heads,) in pixels, over
-    the images that can be read in both stores."""
+    """Return the mean attention distance of each head of a block, (heads,) in pixels.
+
+    The means are over the images that can be read in both stores.
+
+    Args:
+        a: the store of the block.
+        b: the store that it is compared with.
+        block: the block.
+        execution: images and parallel work.
+    """
     rows = execution.rows(a)
+    # Images that one store could not read are in no CKA.
     rows = replace(rows, mask=rows.mask & require_paired(a, b))
     stored = ("distance_px", block.group)
     make = partial(SlabMoments, partial(read_heads, (stored,)))
@@ -274,6 +289,7 @@ def _groups_of_heads(
         raise VitseeError("--window and --cumulative exclude each other")
     if window is not None and not 1 <= window <= n:
         raise VitseeError(f"--window is {window}; the block has {n} heads")
+    # Stable: heads of equal distance keep their order, on every machine.
     order = np.argsort(distances, kind="stable")
     if cumulative:
         return [order[: k + 1] for k in range(n)]
@@ -297,9 +313,11 @@ def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:
         members: (groups, H) 1 if a head is in a group, else 0.
     """
     n_heads = members.shape[1]
+    # (..., heads, heads), with leading axes for blocks of images or repeats
     between_heads = h.cross[..., :n_heads]
     # HSIC(G, G) = sum_{h, h' in G} HSIC(h, h')
     self_hsics = ((members @ between_heads) * members).sum(-1)
+    # Sums over heads again, as HSIC without a block of images is bilinear, too.
     replicates = None
     if h.replicates is not None:
         replicates = over_groups(h.replicates, members)
@@ -353,6 +371,7 @@ def plot(table: Table) -> Figure:
     elif has_bars and np.isfinite(table["std"]).any():
         title += "; bars: std over minibatch repeats"
     axes.set_title(title)
+    # From 0, or from below where a debiased CKA is negative.
     axes.set_ylim(min(0.0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
     return figure
 
@@ -385,13 +404,16 @@ def _draw_site_curve(
 
 
 def headline(table: Table) -> list[Answer]:
-    """Return the CKA of the most local and the most global group of heads with the other model's
-    lowest site, for each pair of stores."""
+    """Return how alike local and global heads are to the other model's lowest site.
+
+    For each pair of stores it is the CKA of the most local and of the most global group of heads.
+    """
     answers = []
     pairs = picked(table, metric="cka").partition_by(
         "store_a", "store_b", maintain_order=True, as_dict=True
     )
     for (store_a, store_b), rows in pairs.items():
+        # Sites are in the model's order.
         lowest_site = rows["site_b"][0]
         groups = rows.filter(site_b=lowest_site)
         groups = groups.sort("distance_px", maintain_order=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.progress import counting
+from vitsee_core.runtime.progress import Progress, counting
 from vitsee_core.runtime.versions import result_versions
 from vitsee_core.sae.dictionary import Dictionary, explained
 from vitsee_core.tables.columns import SITE, site_columns
@@ -36,7 +36,9 @@ from vitsee_stores.url import Place
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-MAX_CODES_BYTES = 256 << 20  # of a slab's codes in float32
+# Codes of a slab in float32: K is often 10 or 100 times D, so that slabs of tokens are divided.
+MAX_CODES_BYTES = 256 << 20
+# Bounds the codes and reconstructions that are on the device at once.
 TOKENS_PER_BATCH = 4096
 COLUMNS = (*SITE, "metric", "value", "n_images")
 # Entries of the manifest that are copied: those about images, so that pictures are found again.
@@ -132,6 +134,7 @@ def encode_store(
     """
     from vitsee_core.runtime.device import resolve_device
 
+    # Widths and memory are checked before the output is touched.
     encodings: dict[str, _Encoding] = {}
     for name, dictionary in dictionaries.items():
         (site,) = store.select([name])
@@ -155,38 +158,21 @@ def encode_store(
         store, plan, dictionaries, names=names or {}, dtype=dtype, command=command
     )
     writer = StoreWriter.create_or_join(output, manifest, samples)
-    sums = {name: CodeSums() for name in encodings}
-    missing = ~writer.committed()
-    with counting(execution.progress, store.n_images, "images"):
-        for slab in store.slabs():
-            tokens = {
-                name: encoding.features.of_slab(
-                    slab, slice(0, len(encoding.features.tokens))
-                )
-                for name, encoding in encodings.items()
-            }
-            for k, rows, among_valid in _code_slabs(slab, writer.plan):
-                arrays = _image_arrays(store, rows)
-                for site in code_sites:
-                    # Committed slabs are encoded too, since the metrics are over all images.
-                    codes = _encode_and_add(
-                        dictionaries[site.name],
-                        tokens[site.name][among_valid],
-                        sums[site.name],
-                        device,
-                    )
-                    if missing[k]:
-                        arrays |= _code_arrays(site, codes, store.valid[rows])
-                if missing[k]:
-                    writer.write_slab(k, arrays, {"command": command})
-                execution.progress.advance(rows.stop - rows.start)
+    sums = _write_codes(
+        store,
+        encodings,
+        code_sites,
+        writer,
+        device=device,
+        command=command,
+        progress=execution.progress,
+    )
     writer.finish()
-    n_images = int(store.valid.sum())
     rows_of_table = []
     for name, encoding in encodings.items():
         for metric, value in sums[name].metrics().items():
             row = site_columns(store, encoding.site)
-            row |= {"metric": metric, "value": value, "n_images": n_images}
+            row.update(metric=metric, value=value, n_images=int(store.valid.sum()))
             rows_of_table.append(row)
     notes = {
         "codes": str(output),
@@ -205,6 +191,7 @@ class _Encoding(NamedTuple):
 
     def code_site(self, dtype: str) -> SiteSpec:
         """Return the site of the codes: that of the tokens, with directions as channels."""
+        # The same tokens at the same positions: only the channels are others.
         layout = self.features.layout
         n_directions = self.dictionary.n
         site = replace(
@@ -213,6 +200,57 @@ class _Encoding(NamedTuple):
         if layout is None:
             return replace(site, kind="vector", shape=(n_directions,), dtype="float32")
         return replace(site, shape=(layout.n_tokens, n_directions), dtype=dtype)
+
+
+def _write_codes(
+    store: Store,
+    encodings: Mapping[str, _Encoding],
+    code_sites: Sequence[SiteSpec],
+    writer: StoreWriter,
+    *,
+    device: str,
+    command: str,
+    progress: Progress,
+) -> dict[str, CodeSums]:
+    """Write the slabs of codes that are missing, and return site -> its sums over all images.
+
+    Args:
+        store: the store of tokens.
+        encodings: site -> its features and dictionary.
+        code_sites: the sites of codes.
+        writer: the store of codes.
+        device: where codes are computed.
+        command: the command, for the slabs' provenance.
+        progress: advanced by images.
+
+    Raises:
+        VitseeError: a code is beyond the stored type.
+    """
+    sums = {name: CodeSums() for name in encodings}
+    missing = ~writer.committed()  # (slabs,)
+    with counting(progress, store.n_images, "images"):
+        for slab in store.slabs():
+            # site -> (valid images, tokens, D), read once for all slabs of codes in it
+            tokens = {}
+            for name, encoding in encodings.items():
+                features = encoding.features
+                tokens[name] = features.of_slab(slab, slice(0, len(features.tokens)))
+            for k, rows, among_valid in _code_slabs(slab, writer.plan):
+                arrays = _image_arrays(store, rows)
+                for site in code_sites:
+                    # Committed slabs are encoded too, since the metrics are over all images.
+                    codes = _encode_and_add(
+                        encodings[site.name].dictionary,
+                        tokens[site.name][among_valid],
+                        sums[site.name],
+                        device,
+                    )
+                    if missing[k]:
+                        arrays |= _code_arrays(site, codes, store.valid[rows])
+                if missing[k]:
+                    writer.write_slab(k, arrays, {"command": command})
+                progress.advance(rows.stop - rows.start)
+    return sums
 
 
 def _plan_of_codes(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
@@ -224,6 +262,7 @@ def _plan_of_codes(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
     image_bytes = 4 * sum(math.prod(site.shape) for site in sites)
     max_images = max(1, MAX_CODES_BYTES // image_bytes)
     plan = store.plan
+    # The largest divisor of the store's slab that is small enough.
     slab = max(n for n in range(1, min(max_images, plan.slab) + 1) if plan.slab % n == 0)
     return StorePlan(
         store.n_images,
@@ -282,6 +321,7 @@ def _manifest_of_codes(
         "slab": plan.slab,
         "codec": plan.codec,
     }
+    # Each file is named once, in the order of the sites.
     codes = ", ".join(dict.fromkeys(names.values())) or "a dictionary"
     info = {name: manifest.info[name] for name in KEPT_INFO if name in manifest.info}
     samples = Samples(
@@ -307,6 +347,7 @@ def _digest(dictionary: Dictionary) -> str:
     """Return the SHA-256 of a dictionary's fields."""
     fields = vars(dictionary)
     digest = hashlib.sha256()
+    # In the order of names, so that a reordered class has the same digest.
     for name in sorted(fields):
         value = fields[name]
         digest.update(f"{name} ".encode())
@@ -323,6 +364,7 @@ def _code_slabs(slab: Slab, plan: StorePlan) -> Iterator[tuple[int, slice, slice
     Each is given by its number, its rows in the store, and the range of its images among the valid
     images of the slab of tokens.
     """
+    # (images + 1,) entry i: the valid images before image i of the slab
     n_valid_before = np.concatenate([[0], np.cumsum(slab.valid)])
     first_row = slab.rows.start
     for start in range(first_row, slab.rows.stop, plan.slab):
@@ -352,7 +394,7 @@ def _encode_and_add(
     dictionary: Dictionary, tokens: Float32, sums: CodeSums, device: str
 ) -> Float32:
     """Return the codes (images, tokens, K) of (images, tokens, D), and add them to `sums`."""
-    flat = tokens.reshape(-1, tokens.shape[-1])
+    flat = tokens.reshape(-1, tokens.shape[-1])  # (images x tokens, D)
     codes = np.empty((len(flat), dictionary.n), np.float32)
     for start in range(0, len(flat), TOKENS_PER_BATCH):
         x = flat[start : start + TOKENS_PER_BATCH]
@@ -378,6 +420,7 @@ def _code_arrays(
     layout = site.layout
     if layout is None:
         return {f"vectors/{site.name}": _with_invalid(codes[:, 0], valid, "float32")}
+    # Overflow is looked for in the next lines, with a message that names the site.
     with np.errstate(over="ignore"):
         stored = codes.astype(site.dtype)
     if not np.isfinite(stored).all():
@@ -386,6 +429,7 @@ def _code_arrays(
             f"{site.dtype}; give --dtype float32"
         )
     body = stored[:, layout.n_prefix :]
+    # From the codes in float32, not from those that were rounded for the store.
     mean = codes[:, layout.n_prefix :].mean(1, dtype=np.float64)
     arrays = {f"pooled/{site.name}/mean": _with_invalid(mean, valid, "float32")}
     if layout.grid is None:

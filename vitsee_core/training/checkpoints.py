@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitsee_core.extraction.options import ModelOptions, OptionError
 from vitsee_core.models.hook_points import ModelError
@@ -21,17 +21,17 @@ from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, describe_time
 from vitsee_core.tables.steps import UNITS, numbers_in_name
+from vitsee_core.training.measurements import FIRST, LAST
 from vitsee_core.training.series import (
     DIVERGED,
     EVERY_STORE,
     FAILED,
-    FIRST,
-    LAST,
     Series,
     without_remarks,
 )
 from vitsee_stores.errors import VitseeError
 
+# What `vitsee study --checkpoints` runs at every step, as far as the model supports it.
 ANALYSES = (
     "attn-dist",
     "normratio",
@@ -43,8 +43,7 @@ ANALYSES = (
 )
 
 
-@dataclass(frozen=True)
-class StepFile:
+class StepFile(NamedTuple):
     """A checkpoint file and its step of the training."""
 
     step: int
@@ -71,6 +70,7 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         VitseeError: no file matches, none has a step, or two have the same.
     """
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    # Trainers write under such names, and rename at the end.
     paths = [
         path
         for path in paths
@@ -94,6 +94,7 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
                 numbers[path] |= _numbers_in_file(read_file(path))
             except ModelError as error:
                 unreadable[path.name] = str(error)
+    # Steps rather than epochs: the first unit that all readable files have.
     for unit in UNITS:
         step_by_path = {
             path: by_unit[unit] for path, by_unit in numbers.items() if unit in by_unit
@@ -104,6 +105,7 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         if step_by_path and is_complete:
             break
     else:
+        # Names such as model-3.pt, which say no unit.
         unit = "step"
         step_by_path = _varying_numbers(paths)
         unreadable = {}
@@ -148,6 +150,7 @@ def _varying_numbers(paths: Sequence[Path]) -> dict[Path, int]:
 
     The result is empty if the names differ in more than numbers, or have none.
     """
+    # One row per file, one column per number in its name.
     numbers = [re.findall(r"\d+", path.stem) for path in paths]
     if len({re.sub(r"\d+", "0", path.stem) for path in paths}) > 1 or not numbers[0]:
         return {}
@@ -168,6 +171,7 @@ def applicable(
     Returns:
         Their names; and name -> reason for the others.
     """
+    # Command -> what it needs of a model, from the declarations.
     needs = needs_of_analyses()
     left_out: dict[str, str] = {}
     names: list[str] = []
@@ -219,6 +223,7 @@ def run(
     n_begun = 0
 
     def load_step(file: StepFile) -> LoadedModel:
+        """Return the model with the weights of a checkpoint, under the name of the series."""
         model = load_model(**{**vars(options), "checkpoint": file.path})
         return replace(model, name=series.name)
 
@@ -267,6 +272,7 @@ def run(
                 series.keep_as(against, file.step)
                 return
 
+    # Before the others, which are compared with them.
     make_reference(FIRST, files)
     make_reference(LAST, files[::-1])
     if series.ends.get(LAST, files[-1].step) < files[-1].step:

@@ -6,41 +6,32 @@ that restores what measuring may change in the process.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-import random
 import signal
 import sys
 import time
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from vitsee_core.extraction.keywords import check_options, load_module
 from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.outcome import Interrupted
-from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.tables.results import Table
+from vitsee_core.training.measurements import FIRST, PREVIOUS, measurements, scalars
+from vitsee_core.training.module_copy import cpu_copy, preserve_rng_and_modes, unwrapped
 from vitsee_core.training.series import (
     DIVERGED,
     FAILED,
-    FIRST,
-    PREVIOUS,
     SKIPPED,
     TABLES,
     Series,
-    measurements,
-    scalars,
     without_remarks,
 )
 from vitsee_stores.errors import VitseeError
@@ -48,13 +39,12 @@ from vitsee_stores.errors import VitseeError
 log = logging.getLogger(__name__)
 Log = Callable[[str, float, int], object]
 
+# Without labels, without a second store, and fast.
 DEFAULT_ANALYSES = ("attn-dist", "normratio", "spectrum")
-# The attributes of a module that hold hooks, by their keys.
-HOOKS = {key for key in vars(nn.Module()) if "_hooks" in key}
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def _to_stderr(line: str) -> None:
+    """Write a line to stderr as it is at the call, which notebooks and tests replace."""
     sys.stderr.write(f"{line}\n")
 
 
@@ -166,6 +156,7 @@ class Monitor:
         self._series: Series | None = None
         distributed = torch.distributed
         is_distributed = distributed.is_available() and distributed.is_initialized()
+        # Other processes have no series, and their calls return at once.
         if not is_distributed or distributed.get_rank() == 0:
             check_options(options)
             self._series = Series(
@@ -178,6 +169,7 @@ class Monitor:
                 train_images=train_images,
                 keep=keep,
                 resume=resume,
+                # No worker processes beside those of the training.
                 options={"workers": 0, **options},
             )
 
@@ -217,9 +209,11 @@ class Monitor:
         ):
             return None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # queued training steps would count as measuring otherwise
+            # Queued training steps would count as measuring otherwise.
+            torch.cuda.synchronize()
         if self._begun is None:
             self._begun = time.perf_counter()
+        # Set before measuring: a second call with this step does nothing, even after an error.
         self._step = step
         if not now and self._would_exceed(step):
             return None
@@ -265,6 +259,7 @@ class Monitor:
                 )
 
         def cells() -> dict[str, Any]:
+            """Return the cells of the record about the cost until this call."""
             return self._cost_cells(time.perf_counter() - start)
 
         try:
@@ -292,6 +287,7 @@ class Monitor:
             series.record(step, FAILED, text, **cells())
             self._say(f"{self.unit} {step}: not measured: {text}")
             return None
+        # An analysis that fails at the first step fails at all: the user is told at once.
         for stem, why in failed.items():
             if self._n_measured == 0:
                 raise VitseeError(f"{stem}: {why}")
@@ -301,6 +297,7 @@ class Monitor:
     def _copy_model(self, series: Series) -> LoadedModel:
         """Return a copy of the model as it is now, for the device that it is measured on."""
         module = unwrapped(self.model)
+        # A module without parameters is measured on the CPU.
         device = next((str(p.device) for p in module.parameters()), "cpu")
         series.options.setdefault("device", device)
         values = check_options(series.options)
@@ -315,6 +312,7 @@ class Monitor:
         """
         if self.most is None or self._n_measured == 0:
             return False
+        # The next measurement is taken to last as long as the latest one.
         expected = self.seconds + self._latest
         trained = self.trained_seconds
         if expected <= self.most * trained:
@@ -322,7 +320,10 @@ class Monitor:
         percent = "all"
         if trained > 0:
             percent = f"{100 * expected / trained:.1f} %"
-        note = f"would bring measuring to {percent} of the training time, most is {self.most:g}"
+        note = (
+            f"would bring measuring to {percent} of the training time, "
+            f"most is {self.most:g}"
+        )
         assert self._series is not None
         self._series.record(step, SKIPPED, note, **self._cost_cells(0.0))
         self._say(f"{self.unit} {step}: skipped: {note}")
@@ -349,7 +350,8 @@ class Monitor:
         total = f"{self.seconds:.1f} s of measuring"
         if self._n_measured == 1:
             return f"{total} before any training"
-        return f"{total}, {100 * self.share:.2g} % of {self.trained_seconds:,.1f} s of training"
+        percent = f"{100 * self.share:.2g} %"
+        return f"{total}, {percent} of {self.trained_seconds:,.1f} s of training"
 
     def _send(self, tables: Mapping[str, Table], step: int) -> None:
         """Give the numbers of a step to the logger; `diverged` is 1 for a step without any."""
@@ -360,147 +362,3 @@ class Monitor:
                 self._log(name, value, step)
         self._log("diverged", 0.0 if tables else 1.0, step)
         self._log("monitor_share", self.share, step)
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers.
-
-    Wrappers are torch.compile, DistributedDataParallel, DataParallel, and the moving averages
-    of torch and timm.
-
-    Raises:
-        ModelError: its parameters are sharded over processes.
-    """
-    from timm.utils.model_ema import ModelEma, ModelEmaV2, ModelEmaV3
-    from torch.optim.swa_utils import AveragedModel
-
-    while True:
-        if "_orig_mod" in module._modules:
-            module = module.get_submodule("_orig_mod")
-        elif isinstance(module, (*WRAPPERS, AveragedModel, ModelEmaV2, ModelEmaV3)):
-            module = module.get_submodule("module")
-        elif isinstance(module, ModelEma):
-            module = module.ema
-        else:
-            break
-    for name, parameter in module.named_parameters():
-        if hasattr(parameter, "full_tensor") or hasattr(parameter, "_sharded_size"):
-            raise ModelError(
-                f"{name} is sharded over processes (FSDP), and one of them cannot "
-                "measure the model; expected a module with whole parameters, as under "
-                "DistributedDataParallel"
-            )
-    return module
-
-
-def cpu_copy(module: nn.Module) -> nn.Module:
-    """Copy a module to the CPU, without gradients, hooks and compiled calls.
-
-    Parameters and buffers are copied. The module itself is only read, and no memory of its
-    GPU is taken. Hooks of torch (weight norm, spectral norm, pruning) compute weights and are
-    kept.
-
-    Raises:
-        ModelError: the module cannot be copied, or a function replaces a `forward`: the copy
-            might run the module itself.
-    """
-    # What `deepcopy` shall use in place of an object, by the object's id.
-    memo: dict[int, Any] = {}
-
-    def copy_tensor(tensor: torch.Tensor) -> None:
-        """Copy a tensor to the CPU, cut off from its graph, into the memo."""
-        copied = tensor.detach().to("cpu", copy=True)
-        if isinstance(tensor, nn.Parameter):
-            copied = nn.Parameter(copied, copied.is_floating_point())
-        memo[id(tensor)] = copied
-
-    forwards: list[tuple[str, str]] = []  # (module, attribute with its forward)
-    for name, child in module.named_modules():
-        if "_orig_mod" in child._modules:
-            continue
-        for value in (
-            *child._parameters.values(),
-            *child._buffers.values(),
-            *vars(child).values(),
-        ):
-            if isinstance(value, torch.Tensor):
-                copy_tensor(value)
-        for key, hooks in vars(child).items():
-            if key in HOOKS and hooks:
-                memo[id(hooks)] = OrderedDict(
-                    (hook_id, hook)
-                    for hook_id, hook in hooks.items()
-                    if type(hook).__module__.startswith("torch.nn.utils.")
-                )
-        if "forward" in vars(child):
-            forwards.append((name.replace("._orig_mod", ""), _plain_forward(name, child)))
-    try:
-        # A compiled module is replaced by a copy of the module below it, the innermost first.
-        for child in reversed(list(module.modules())):
-            if "_orig_mod" in child._modules:
-                memo[id(child)] = copy.deepcopy(child.get_submodule("_orig_mod"), memo)
-        copied = copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError) as error:
-        kind = type(module).__name__
-        raise ModelError(
-            f"{kind} cannot be copied: {str(error).splitlines()[0]}"
-        ) from error
-    for name, key in forwards:
-        child = copied.get_submodule(name)
-        child.forward = vars(child).pop(key)
-    return copied
-
-
-def _plain_forward(name: str, module: nn.Module) -> str:
-    """Return the attribute that holds the `forward` of a module whose instance has one.
-
-    accelerate puts autocast around `forward` and keeps the plain one under another name, which
-    is returned then.
-
-    Raises:
-        ModelError: it is not a method, so that the copy would share it.
-    """
-    key = "_original_forward" if "_original_forward" in vars(module) else "forward"
-    if getattr(vars(module)[key], "__self__", None) is not module:
-        raise ModelError(
-            f"forward of {name or 'the model'} is replaced by a function, and a copy of "
-            "the model would run it on the model itself; expected a method "
-            "(types.MethodType)"
-        )
-    return key
-
-
-@contextmanager
-def preserve_rng_and_modes() -> Iterator[None]:
-    """Context with autocast off, gradients on and float32 as the default type.
-
-    At its end the process is as before: random states (Python, NumPy, torch on the CPU and on
-    GPUs), default type and device, torch's number of threads, and filters of warnings.
-    """
-    gpus = torch.cuda.is_available() and torch.cuda.is_initialized()
-    python = random.getstate()
-    numpy = np.random.get_state()
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if gpus else []
-    dtype = torch.get_default_dtype()
-    n_threads = torch.get_num_threads()
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for kind in ("cpu", "cuda") if gpus else ("cpu",):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            if torch.get_num_threads() != n_threads:
-                torch.set_num_threads(n_threads)
-            if gpus:
-                torch.cuda.set_rng_state_all(cuda)
-            torch.set_rng_state(cpu)
-            np.random.set_state(numpy)
-            random.setstate(python)

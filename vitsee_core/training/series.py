@@ -9,7 +9,6 @@ The rows of all steps are one table per analysis.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,26 +23,24 @@ from vitsee_core.extraction.keywords import extract
 from vitsee_core.extraction.options import OptionError
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite
-from vitsee_core.runtime import registry
 from vitsee_core.study.steps import RESULTS, STORES
 from vitsee_core.tables.files import check_output_path, write_files
 from vitsee_core.tables.formats import table_bytes
-from vitsee_core.tables.headlines import SETTINGS
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_call, sidecar_bytes
 from vitsee_core.tables.steps import RECORD
+from vitsee_core.training.measurements import FIRST, PREVIOUS, Measurement
 from vitsee_core.types import pl
 from vitsee_stores import Store, open_store, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError, reason
 from vitsee_stores.manifest import abbreviate, jsonable
 
-FIRST = "first"
-LAST = "last"
-PREVIOUS = "previous"
+# How a step ended: values of the record's column `status`.
 MEASURED = "measured"
 DIVERGED = "diverged"
 FAILED = "failed"
 SKIPPED = "skipped"
+# Values of `keep`.
 TABLES = "tables"
 EVERY_STORE = "stores"
 KEEPS = (TABLES, EVERY_STORE)
@@ -68,92 +65,9 @@ NOT_FOR_TRAIN = (
 OF_THIS_PROCESS = ("device", "workers", "batch_size")
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """An analysis that is run at every step.
-
-    Attributes:
-        stem: name of its table without suffix, `cka-first`.
-        run: function of the analysis' module.
-        options: keywords of that function.
-        against: the step whose store is compared with every other's: `FIRST`, `LAST`,
-            `PREVIOUS`; "" for an analysis of one store.
-        learns: whether it trains classifiers, on a store of its own images.
-    """
-
-    stem: str
-    run: Callable[..., Table]
-    options: Mapping[str, Any]
-    against: str = ""
-    learns: bool = False
-
-
-def measurements(
-    analyses: Sequence[str] | Mapping[str, Mapping[str, Any]],
-    references: Sequence[str],
-    *,
-    with_train: bool,
-) -> list[Measurement]:
-    """Return the analyses of these names, checked.
-
-    A name is that of a command, `attn-dist` or `attn_dist`. `cka:first` names an analysis of
-    two stores: that of the first step and that of each other step.
-
-    Args:
-        analyses: names, or name -> keywords of the analysis.
-        references: the words that are allowed after the colon.
-        with_train: whether there are images to train on.
-
-    Raises:
-        OptionError: an unknown analysis or keyword, an analysis that does not take one store,
-            or one that trains, without images for it.
-    """
-    options_by_name = analyses
-    if not isinstance(options_by_name, Mapping):
-        options_by_name = {name: {} for name in options_by_name}
-    if isinstance(analyses, str) or not options_by_name:
-        raise OptionError(
-            f"analyses are {analyses!r}; expected a list of names of commands"
-        )
-    return [
-        _measurement(name, dict(options), references, with_train)
-        for name, options in options_by_name.items()
-    ]
-
-
-def _measurement(
-    name: str, options: dict[str, Any], references: Sequence[str], with_train: bool
-) -> Measurement:
-    """Return one analysis by its name and keywords; arguments as for `measurements`."""
-    command, colon, against = name.replace("_", "-").partition(":")
-    analysis = command.replace("-", "_")
-    if analysis not in registry.names():
-        raise OptionError(f"no analysis {command!r}; expected the name of a command")
-    run = registry.load(analysis).run
-    parameters = inspect.signature(run).parameters
-    learns = "train" in parameters
-    if unknown := [key for key in options if key not in parameters]:
-        raise OptionError(
-            f"{command} has no keyword {unknown[0]!r}; it has {', '.join(parameters)}"
-        )
-    if colon and against not in references:
-        raise OptionError(
-            f"{name!r}; expected {command}, or with : one of {', '.join(references)}"
-        )
-    if colon and "pairs" in parameters:
-        # Of two stores of one model, equal depths are compared: all pairs would be squared.
-        options.setdefault("pairs", "same-depth")
-    if learns and not with_train:
-        raise OptionError(
-            f"{command} learns from images: give train=, others of the same classes"
-        )
-    stem = f"{command}-{against}" if colon else command
-    return Measurement(stem, run, options, against, learns)
-
-
 @dataclass
 class StepTable:
-    """A table with the rows of all steps until now.
+    """A table with the rows of all steps until now, and what its sidecar needs.
 
     Attributes:
         frame: the rows.
@@ -213,11 +127,13 @@ class Series:
         self.train = train
         self.train_images = train_images
         self.options = dict(options or {})
+        # Before anything is made: the folder may lie in a store or among the images.
         check_output_path(folder / RECORD, images=data)
         # stem of a table, or RECORD -> its rows
         self._results: dict[str, StepTable] = {}
         # Steps that all others are compared with, if they were chosen: FIRST, LAST -> step.
         self.ends: dict[str, int] = {}
+        # What a restart must agree in is part of the record.
         lasting = {
             key: value
             for key, value in self.options.items()
@@ -289,6 +205,7 @@ class Series:
                 )
 
     def _table_path(self, stem: str) -> Path:
+        """Return the path of a table by its stem, or of the record by `RECORD`."""
         if stem == RECORD:
             return self.folder / RECORD
         return self.folder / RESULTS / f"{stem}.csv"
@@ -336,6 +253,7 @@ class Series:
             NotFinite: weights or activations are NaN or inf.
             VitseeError: extraction failed, or the images are not those of the first step.
         """
+        # NaN weights would be measured without an error, as NaN in all tables.
         check_finite(model.module, model.name)
         store = self._extract_step(model, step, anew)
         train_store: Store | None = None
@@ -344,6 +262,7 @@ class Series:
         tables: dict[str, Table] = {}
         failed: dict[str, str] = {}
         for measurement in self.analyses:
+            # Analyses take the store to learn from, or to compare with, in front.
             stores = [store]
             if measurement.learns and train_store is not None:
                 stores.insert(0, train_store)
@@ -355,6 +274,7 @@ class Series:
                     stores.insert(0, reference)
                 tables[measurement.stem] = measurement.run(*stores, **measurement.options)
             except VitseeError as error:
+                # The other analyses of the step run all the same.
                 failed[measurement.stem] = str(error)
         for stem, table in tables.items():
             rows = table.written.insert_column(0, pl.lit(step).alias(self.unit))
@@ -465,6 +385,7 @@ class Series:
             for measurement in self.analyses
             if measurement.against
         }
+        # The step itself need not have been measured.
         for unneeded in {*measured, step} - needed:
             self._remove(unneeded)
 
@@ -479,6 +400,7 @@ class Series:
         Returns:
             Those of these steps that were measured.
         """
+        # Also from the record, so that the folder is as if the steps had never been.
         dropped = [measured for measured in self.steps_of(MEASURED) if measured >= step]
         labels = {self.store(dropped_step).stem for dropped_step in dropped}
         for result in self._results.values():
@@ -495,6 +417,7 @@ class Series:
         path = self.store(step)
         if path.exists():
             remove_store(path)
+        # An analysis may have cached its Gram matrices there.
         shutil.rmtree(path.with_name(f"{path.name}.grams"), ignore_errors=True)
 
     def _replace_rows(
@@ -523,6 +446,7 @@ class Series:
             stores = other_stores + stores
         self._results[stem] = StepTable(frame, table.notes, stores)
         path = self._table_path(stem)
+        # The sidecar has the digest of the table's bytes.
         data = table_bytes(frame, ".csv")
         sidecar = sidecar_bytes(
             frame, table.notes, {**provenance, "stores": stores}, data
@@ -534,6 +458,7 @@ class Series:
 
 def check_finite(module: nn.Module, name: str) -> None:
     """Raise NotFinite if a weight or buffer of a model is NaN or inf; names them."""
+    # Counters of batches are integers, and always finite.
     tensors = [
         (key, x) for key, x in module.state_dict().items() if x.is_floating_point()
     ]
@@ -554,38 +479,10 @@ def without_remarks(quiet: bool) -> Iterator[None]:
     """
     logger = logging.getLogger("vitsee_core")
     level = logger.level
+    # Debugging shows all.
     if quiet and logger.getEffectiveLevel() > logging.DEBUG:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(level)
-
-
-def scalars(stem: str, table: Table) -> dict[str, float]:
-    """Return the numbers of a table for a logger: `STEM/METRIC/SITE` -> mean value.
-
-    A mean is over the finite rows of a metric and site, so over heads and classes. Two sites
-    that differ are both named, and settings (k, shots, tokens) if they vary. Rows of baselines
-    are left out.
-    """
-    frame = table.written
-    for name in ("site", "site_a", "site_b", "baseline", *SETTINGS):
-        if name not in frame.columns:
-            frame = frame.with_columns(pl.lit(None, pl.String).alias(name))
-    settings = [name for name in SETTINGS if frame[name].n_unique() > 1]
-    sites = ("site", "site_a", "site_b")
-    rows = frame.filter(pl.col("value").is_finite(), pl.col("baseline").is_null())
-    means = rows.group_by("metric", *sites, *settings, maintain_order=True).agg(
-        pl.col("value").mean()
-    )
-    numbers = {}
-    for row in means.iter_rows(named=True):
-        # dict.fromkeys: two equal sites are named once
-        site = " ~ ".join(
-            dict.fromkeys(str(row[name]) for name in sites if row[name] is not None)
-        )
-        words = [stem, row["metric"], site]
-        words += [f"{name}={row[name]}" for name in settings]
-        numbers["/".join(word for word in words if word)] = float(row["value"])
-    return numbers

@@ -110,7 +110,7 @@ def command(
       $ vitsee encode b16.zarr --dictionary topk.safetensors --k 32 --sites last -o codes.zarr
       $ vitsee encode vit.zarr --dictionary concepts.safetensors -o codes.zarr --table r2.csv
     """
-    from vitsee_core.sae.dictionary import Overrides, for_sites
+    from vitsee_core.sae.dictionary_files import Overrides, for_sites
     from vitsee_core.sae.encoding import encode_store
 
     # Encoding may take hours: an output that cannot be written is refused before it.

@@ -58,7 +58,7 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.sae.dictionary import save_dictionary
+from vitsee_core.sae.dictionary_files import save_dictionary
 from vitsee_core.statistics.jackknife import Blocks, jackknife_cells
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.columns import SITE, cell_columns, site_columns, with_frame_column
