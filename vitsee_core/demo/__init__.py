@@ -11,27 +11,36 @@ _HERE = Path(__file__).parent
 
 
 def models() -> list[str]:
-    """The names of the demo's models, sorted: each is a folder with config.json and weights."""
+    """Return the names of the demo's models, sorted: each is a folder with config.json and
+    weights."""
     return sorted(file.parent.name for file in _HERE.glob("*/config.json"))
 
 
 def model_folder(name: str) -> Path:
-    """The timm `local-dir:` folder of `demo:vit`, `demo:resnet` and so on (the prefix may be left
-    out). Raises VitseeError: no demo model has that name."""
-    short = name.removeprefix("demo:")
-    if short not in (found := models()):
-        known = ", ".join(f"demo:{model}" for model in found)
-        raise VitseeError(f"no demo model {name!r}; the demo's models: {known}")
-    return _HERE / short
+    """Return the timm `local-dir:` folder of a model.
+
+    Args:
+        name: `demo:vit`, `demo:resnet` and so on; the prefix may be left out.
+
+    Raises:
+        VitseeError: no demo model has that name.
+    """
+    short_name = name.removeprefix("demo:")
+    names = models()
+    if short_name not in names:
+        listed = ", ".join(f"demo:{model}" for model in names)
+        raise VitseeError(f"no demo model {name!r}; the demo's models: {listed}")
+    return _HERE / short_name
 
 
 def data_file() -> Path:
-    """The .npz file of 2000 training and 2000 test images of Fashion-MNIST, 28 x 28 grey. Raises
-    VitseeError: the file is not installed."""
-    return _installed(_HERE / "fashion_mnist.npz")
+    """Return the .npz file of 2000 training and 2000 test images of Fashion-MNIST, 28 x 28 grey.
 
-
-def _installed(path: Path) -> Path:
+    Raises:
+        VitseeError: the file is not installed.
+    """
+    path = _HERE / "fashion_mnist.npz"
+    # A distributor's package may leave out data.
     if not path.exists():
         raise VitseeError(
             f"{path} is missing; expected it in the package: install vitsee again"

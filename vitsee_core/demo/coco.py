@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.demo.scenes import (
-    Pixels,
     Placed,
     Scene,
     box_of,
@@ -32,12 +31,13 @@ from vitsee_core.demo.scenes import (
 )
 from vitsee_core.types import Mask
 
-SIZES = ((96, 128), (128, 96), (112, 112))  # of images, in turn
+SIZES = ((96, 128), (128, 96), (112, 112))  # (height, width) of images, in turn
 N_OBJECTS = 4
-# categories of stuff, numbered as COCO numbers its own
+# Categories of stuff, numbered as COCO numbers its own.
 WALL = 171
 FLOOR = 190
-PART_SPLITS = {"train": (0, 1, 5), "val": (2, 7), "test": (8, 9)}  # classes
+PART_SPLITS = {"train": (0, 1, 5), "val": (2, 7), "test": (8, 9)}  # split -> its classes
+# The supercategory of each class of `class_names`, whose halves are the parts.
 KINDS = (
     "Top",
     "Trouser",
@@ -49,184 +49,226 @@ KINDS = (
     "Shoe",
     "Bag",
     "Shoe",
-)  # of a class
+)
 HALVES = ("Upper", "Lower")
+
+Fields = dict[str, Any]  # an entry of an annotation file
 
 
 def write_coco(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
-    """Write all of it below `folder`. n_images: of each of the two splits of COCO; half as many
-    for each class of parts."""
+    """Write both sets.
+
+    Args:
+        folder: in which they are made.
+        seed: of all scenes.
+        n_images: of each of the two splits of COCO; half as many for each class of parts.
+    """
     folder = Path(folder)
-    annotations = folder / "annotations"
-    for number, split in enumerate(("train2017", "val2017")):
-        _write_split(folder, annotations, split, (seed, number), n_images)
+    _write_split(folder, "train2017", (seed, 0), n_images)
+    _write_split(folder, "val2017", (seed, 1), n_images)
     for split, classes in PART_SPLITS.items():
         _write_parts(folder / "parts", split, classes, seed, max(1, n_images // 2))
 
 
 def category_id(number: int) -> int:
-    """COCO's number of a class: from 1 on, with gaps."""
+    """Return the number in COCO's files of a class of `class_names`: from 1 on, with gaps."""
     return 2 * number + 1
 
 
 def outlines(mask: Mask) -> list[list[int]]:
-    """A mask as rectangles that together cover exactly its pixels: x and y of their corners."""
-    found: list[list[int]] = []
-    open_: dict[tuple[int, int], int] = {}  # run of columns -> the row where it began
+    """Return a mask as rectangles that together cover exactly its pixels: x and y of their
+    corners, one after the other."""
+    rectangles: list[list[int]] = []
+    # Run of columns -> the row where its rectangle began. A run that goes on in the next row, with
+    # the same columns, makes the rectangle longer.
+    top_of_run: dict[tuple[int, int], int] = {}
     for row in range(len(mask) + 1):
-        runs = _runs(mask[row]) if row < len(mask) else []
-        for (left, right), top in list(open_.items()):
+        runs: list[tuple[int, int]] = []
+        if row < len(mask):
+            # First and past-the-last columns of the runs of this row.
+            padded = np.concatenate([[False], mask[row], [False]])
+            edges = np.flatnonzero(np.diff(padded.astype(np.int8))).tolist()
+            runs = list(zip(edges[::2], edges[1::2], strict=True))
+        for (left, right), top in list(top_of_run.items()):
             if (left, right) not in runs:
-                found.append([left, top, right, top, right, row, left, row])
-                del open_[left, right]
+                rectangles.append([left, top, right, top, right, row, left, row])
+                del top_of_run[left, right]
         for run in runs:
-            open_.setdefault(run, row)
-    return found
+            top_of_run.setdefault(run, row)
+    return rectangles
 
 
-def run_lengths(mask: Mask) -> dict[str, Any]:
-    """A mask as run lengths down its columns, background first."""
+def run_lengths(mask: Mask) -> Fields:
+    """Return a mask as COCO's run lengths down its columns, background first."""
     flat = mask.T.ravel()
     ends = np.flatnonzero(np.diff(flat)) + 1
     lengths = np.diff([0, *ends.tolist(), len(flat)]).tolist()
-    return {"counts": [0, *lengths] if flat[0] else lengths, "size": list(mask.shape)}
+    if flat[0]:
+        lengths = [0, *lengths]
+    return {"counts": lengths, "size": list(mask.shape)}
 
 
-def _runs(row: Mask) -> list[tuple[int, int]]:
-    """First and past-the-last columns of the runs of a row."""
-    edges = np.flatnonzero(
-        np.diff(np.concatenate([[False], row, [False]]).astype(np.int8))
-    )
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+def _write_split(folder: Path, split: str, seed: tuple[int, int], n_images: int) -> None:
+    """Write the images of a split, its objects and its panoptic segments.
 
-
-def _write_split(
-    folder: Path, annotations: Path, split: str, seed: tuple[int, int], n_images: int
-) -> None:
-    images, objects, panoptic = (list[dict[str, Any]]() for _ in range(3))
-    names = class_names()
+    Args:
+        folder: of the set.
+        split: its name in the set.
+        seed: of its scenes; the second number is also that of the split.
+        n_images: of the split.
+    """
+    annotations = folder / "annotations"
+    images: list[Fields] = []
+    objects: list[Fields] = []
+    panoptic: list[Fields] = []
+    for k in range(n_images):
+        # The published numbers have gaps too.
+        image_id = 139 + 17 * k + 1000 * seed[1]
+        height, width = SIZES[k % len(SIZES)]
+        scene = random_scene((height, width), N_OBJECTS, (*seed, k))
+        # The floor is the lower third of a scene, and darker than the wall.
+        is_low = np.arange(height)[:, None] >= 2 * height // 3
+        floor = np.repeat(is_low, width, axis=1)
+        dark = floor & ~scene.masks.any(0)
+        pixels = np.where(dark[..., None], scene.pixels // 2, scene.pixels)
+        name = f"{image_id:012d}"
+        save_image(pixels.astype(np.uint8), folder / split / f"{name}.jpg")
+        images.append(
+            {"id": image_id, "file_name": f"{name}.jpg", "height": height, "width": width}
+        )
+        # The first two objects of every fourth image.
+        is_crowded = k % 4 == 3
+        objects += _object_entries(scene, image_id, is_crowded, len(objects) + 1)
+        png_folder = annotations / f"panoptic_{split}"
+        panoptic.append(_write_panoptic(scene, floor, image_id, png_folder))
     things = [
         {"id": category_id(i), "name": name, "supercategory": "clothes"}
-        for i, name in enumerate(names)
+        for i, name in enumerate(class_names())
     ]
-    stuff = [
-        {"id": number, "name": name, "supercategory": "building", "isthing": 0}
-        for number, name in ((WALL, "wall"), (FLOOR, "floor"))
+    stuff: Fields = {"supercategory": "building", "isthing": 0}
+    categories = [
+        *(thing | {"isthing": 1} for thing in things),
+        {"id": WALL, "name": "wall", **stuff},
+        {"id": FLOOR, "name": "floor", **stuff},
     ]
-    for k in range(n_images):
-        number = 139 + 17 * k + 1000 * seed[1]
-        size = SIZES[k % len(SIZES)]
-        scene = random_scene(size, N_OBJECTS, (*seed, k))
-        floor = _floor(size)
-        pixels = _with_floor(scene, floor)
-        name = f"{number:012d}"
-        save_image(pixels, folder / split / f"{name}.jpg")
-        about = {
-            "id": number,
-            "file_name": f"{name}.jpg",
-            "height": size[0],
-            "width": size[1],
-        }
-        images.append(about)
-        crowded = k % 4 == 3  # the first two objects of every fourth image
-        objects += _objects(scene, number, crowded, first=len(objects) + 1)
-        panoptic.append(
-            _panoptic(scene, floor, number, annotations / f"panoptic_{split}")
-        )
     content = {"images": images, "annotations": objects, "categories": things}
     write_json(annotations / f"instances_{split}.json", content)
-    every = [*(one | {"isthing": 1} for one in things), *stuff]
-    content = {"images": images, "annotations": panoptic, "categories": every}
+    content = {"images": images, "annotations": panoptic, "categories": categories}
     write_json(annotations / f"panoptic_{split}.json", content)
 
 
-def _floor(size: tuple[int, int]) -> Mask:
-    """The lower third of a scene."""
-    return np.repeat(np.arange(size[0])[:, None] >= 2 * size[0] // 3, size[1], 1)
+def _object_entries(
+    scene: Scene, image_id: int, is_crowded: bool, first_id: int
+) -> list[Fields]:
+    """Return the annotations of an image's objects; what cannot be seen has none.
 
-
-def _with_floor(scene: Scene, floor: Mask) -> Pixels:
-    dark = floor & ~scene.masks.any(0)
-    return np.where(dark[..., None], scene.pixels // 2, scene.pixels).astype(np.uint8)
-
-
-def _objects(scene: Scene, image: int, crowded: bool, first: int) -> list[dict[str, Any]]:
-    """The annotations of an image; what cannot be seen has none."""
-    found: list[dict[str, Any]] = []
+    Args:
+        scene: the image.
+        image_id: its number.
+        is_crowded: whether the first two objects are annotated as one crowd.
+        first_id: number of the first annotation.
+    """
     masks = list(scene.masks)
     classes = scene.classes.tolist()
-    if crowded:
+    if is_crowded:
         masks = [masks[0] | masks[1], *masks[2:]]
         classes = classes[1:]
-    for at, (mask, number) in enumerate(zip(masks, classes, strict=True)):
-        if mask.any():
-            crowd = crowded and at == 0
-            about = {"id": first + len(found), "image_id": image} | _part(
-                mask, category_id(number)
-            )
-            shape = run_lengths(mask) if crowd else outlines(mask)
-            found.append(about | {"iscrowd": int(crowd), "segmentation": shape})
-    return found
+    entries: list[Fields] = []
+    for i, (mask, number) in enumerate(zip(masks, classes, strict=True)):
+        if not mask.any():
+            continue
+        is_crowd = is_crowded and i == 0
+        # COCO has crowds as run lengths, all else as outlines.
+        shape = run_lengths(mask) if is_crowd else outlines(mask)
+        entry = {"id": first_id + len(entries), "image_id": image_id}
+        entry |= _shared_fields(mask, category_id(number))
+        entries.append(entry | {"iscrowd": int(is_crowd), "segmentation": shape})
+    return entries
 
 
-def _panoptic(scene: Scene, floor: Mask, image: int, folder: Path) -> dict[str, Any]:
-    """The annotation of an image, whose PNG file is written too; every pixel has a segment."""
+def _write_panoptic(scene: Scene, floor: Mask, image_id: int, folder: Path) -> Fields:
+    """Write the PNG file of an image's segments, and return its annotation.
+
+    Every pixel has a segment: objects, floor and wall.
+    """
     rest = ~scene.masks.any(0)
     masks = [*scene.masks, rest & floor, rest & ~floor]
     categories = [*map(category_id, scene.classes.tolist()), FLOOR, WALL]
-    numbers = np.zeros(rest.shape, np.int64)
+    segment_ids = np.zeros(rest.shape, np.int64)
     segments = []
-    for at, (mask, category) in enumerate(zip(masks, categories, strict=True)):
-        if mask.any():
-            number = 65536 * (image % 200) + 256 * (at + 1) + 7 * at + 1
-            numbers[mask] = number
-            segments.append({"id": number} | _part(mask, category))
-    colours = np.stack([numbers % 256, numbers // 256 % 256, numbers // 65536], -1)
-    name = f"{image:012d}.png"
+    for i, (mask, category) in enumerate(zip(masks, categories, strict=True)):
+        if not mask.any():
+            continue
+        # Such numbers need all three bytes of a colour.
+        segment_id = 65536 * (image_id % 200) + 256 * (i + 1) + 7 * i + 1
+        segment_ids[mask] = segment_id
+        segments.append({"id": segment_id} | _shared_fields(mask, category))
+    # A segment's number is red + 256 green + 65536 blue.
+    red = segment_ids % 256
+    green = segment_ids // 256 % 256
+    colours = np.stack([red, green, segment_ids // 65536], axis=-1)
+    name = f"{image_id:012d}.png"
     save_image(colours.astype(np.uint8), folder / name)
-    return {"image_id": image, "file_name": name, "segments_info": segments}
+    return {"image_id": image_id, "file_name": name, "segments_info": segments}
 
 
-def _part(mask: Mask, category: int) -> dict[str, Any]:
-    """Fields of every annotation; bbox is x, y, width, height."""
-    left, top, right, low = box_of(mask)
-    box = [left, top, right - left, low - top]
+def _shared_fields(mask: Mask, category: int) -> Fields:
+    """Return the fields of every annotation; bbox is x, y, width, height."""
+    left, top, right, bottom = box_of(mask)
+    box = [left, top, right - left, bottom - top]
     return {"category_id": category, "iscrowd": 0, "area": int(mask.sum()), "bbox": box}
 
 
 def _write_parts(
     folder: Path, split: str, classes: tuple[int, ...], seed: int, n_images: int
 ) -> None:
+    """Write a split of PartImageNet: images of one object, whose halves are its parts.
+
+    Args:
+        folder: of the set.
+        split: its name in the set.
+        classes: of its objects.
+        seed: of its scenes.
+        n_images: of each class.
+    """
     kinds = list(dict.fromkeys(KINDS))
-    categories = [
-        {"id": 2 * k + h, "name": f"{kind} {half}", "supercategory": kind}
-        for k, kind in enumerate(kinds)
-        for h, half in enumerate(HALVES)
-    ]
-    images, parts = (list[dict[str, Any]]() for _ in range(2))
+    categories: list[Fields] = []
+    for kind in kinds:
+        for half in HALVES:
+            category = {"id": len(categories), "name": f"{kind} {half}"}
+            categories.append(category | {"supercategory": kind})
+    images: list[Fields] = []
+    parts: list[Fields] = []
     for number in classes:
         wnid = f"n{number + 1:08d}"
         for k in range(n_images):
-            size = SIZES[k % len(SIZES)]
+            height, width = SIZES[k % len(SIZES)]
             rng = np.random.default_rng((seed, 9, number, k))
-            one = sprite(number, int(rng.integers(400)), int(0.6 * min(size)))
-            free = [whole - own for whole, own in zip(size, one.mask.shape, strict=True)]
-            top, left = (int(rng.integers(0, n + 1)) for n in free)
-            scene = compose(size, [Placed(one, top, left)], (seed, 8, number, k))
+            instance = int(rng.integers(400))
+            item = sprite(number, instance, int(0.6 * min(height, width)))
+            n_rows, n_cols = item.mask.shape
+            top = int(rng.integers(0, height - n_rows + 1))
+            left = int(rng.integers(0, width - n_cols + 1))
+            placed = Placed(item, top, left)
+            scene = compose((height, width), [placed], (seed, 8, number, k))
             mask = scene.masks[0]
-            below = np.arange(size[0])[:, None] >= top + len(one.mask) // 2
-            halves = mask & ~below, mask & below
+            is_below = np.arange(height)[:, None] >= top + n_rows // 2
+            halves = [mask & ~is_below, mask & is_below]
+            # The lower half is darker, so that pixels tell the parts apart.
             pixels = np.where(halves[1][..., None], scene.pixels // 2, scene.pixels)
             name = f"{wnid}_{17 * k + 3}"
             save_image(pixels.astype(np.uint8), folder / split / wnid / f"{name}.JPEG")
-            about = {"id": len(images), "file_name": f"{name}.JPEG"}
-            images.append(about | {"height": size[0], "width": size[1]})
+            image_id = len(images)
+            image = {"id": image_id, "file_name": f"{name}.JPEG"}
+            images.append(image | {"height": height, "width": width})
             for h, half in enumerate(halves):
-                category = 2 * kinds.index(KINDS[number]) + h
+                category_number = 2 * kinds.index(KINDS[number]) + h
                 shape = outlines(half)
-                if k == 0:  # the published files have some outlines of two points
+                # The published files have some outlines of two points.
+                if k == 0:
                     shape = [[left, top, left + 1, top], *shape]
-                own = {"id": len(parts), "image_id": about["id"], "segmentation": shape}
-                parts.append(own | _part(half, category))
+                part: Fields = {"id": len(parts), "image_id": image_id}
+                part |= {"segmentation": shape} | _shared_fields(half, category_number)
+                parts.append(part)
     content = {"images": images, "annotations": parts, "categories": categories}
     write_json(folder / f"{split}.json", content)

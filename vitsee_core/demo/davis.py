@@ -11,9 +11,10 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +26,39 @@ from vitsee_core.demo.scenes import PER_CLASS, Placed, compose, sprite
 QUALITY = 95  # of the JPEG files
 
 
+class Moving(NamedTuple):
+    """An object of a video.
+
+    Attributes:
+        category: its class.
+        length: its longer side, in pixels.
+        start: row and column of its upper left corner in the first frame.
+        step: rows and columns that it moves between frames.
+    """
+
+    category: int
+    length: int
+    start: tuple[int, int]
+    step: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Clip:
     """One video.
 
     Attributes:
+        name: of its folders.
+        n_frames: number of frames.
         size: height and width.
-        objects: class, size, start (row, column), movement per frame; later ones occlude earlier
-            ones.
+        objects: what moves; later ones occlude earlier ones.
+        lists: lists that name it.
         void: a frame with a void strip.
     """
 
     name: str
     n_frames: int
     size: tuple[int, int]
-    objects: Sequence[tuple[int, int, tuple[int, int], tuple[int, int]]]
+    objects: Sequence[Moving]
     lists: tuple[str, ...]
     void: int | None = None
 
@@ -47,68 +66,91 @@ class Clip:
 CLIPS = (
     # The second object leaves the frame: its last masks are empty.
     Clip(
-        "a", 8, (48, 80), [(1, 30, (9, 4), (0, 4)), (8, 18, (20, 58), (1, 5))], ("val",)
+        name="a",
+        n_frames=8,
+        size=(48, 80),
+        objects=[
+            Moving(category=1, length=30, start=(9, 4), step=(0, 4)),
+            Moving(category=8, length=18, start=(20, 58), step=(1, 5)),
+        ],
+        lists=("val",),
     ),
     # The second passes before the first; void along its edge in one frame.
     Clip(
-        "b",
-        6,
-        (48, 80),
-        [(3, 34, (7, 26), (0, 1)), (5, 16, (26, 6), (0, 6))],
-        ("val",),
+        name="b",
+        n_frames=6,
+        size=(48, 80),
+        objects=[
+            Moving(category=3, length=34, start=(7, 26), step=(0, 1)),
+            Moving(category=5, length=16, start=(26, 6), step=(0, 6)),
+        ],
+        lists=("val",),
         void=3,
     ),
-    Clip("c", 5, (48, 64), [(9, 26, (4, 6), (3, 5))], ("val",)),
-    Clip("train-only", 3, (48, 80), [(7, 24, (12, 10), (0, 4))], ("train",)),
+    Clip(
+        name="c",
+        n_frames=5,
+        size=(48, 64),
+        objects=[Moving(category=9, length=26, start=(4, 6), step=(3, 5))],
+        lists=("val",),
+    ),
+    Clip(
+        name="train-only",
+        n_frames=3,
+        size=(48, 80),
+        objects=[Moving(category=7, length=24, start=(12, 10), step=(0, 4))],
+        lists=("train",),
+    ),
 )
 
 
 def write_davis(folder: str | Path, seed: int = 0) -> None:
-    """The miniature set below `folder`, which is made; the same files for the same seed."""
+    """Write the set.
+
+    Args:
+        folder: made where it is missing.
+        seed: of the objects' shapes and the backgrounds; the same seed gives the same files.
+    """
     folder = Path(folder)
     lists: dict[str, list[str]] = {"train": [], "val": []}
     for number, clip in enumerate(CLIPS):
+        images = folder / "JPEGImages" / "480p" / clip.name
+        masks = folder / "Annotations" / "480p" / clip.name
+        images.mkdir(parents=True, exist_ok=True)
+        masks.mkdir(parents=True, exist_ok=True)
         for frame, (pixels, labels) in enumerate(_frames(clip, (seed, number))):
-            name = f"{frame:05d}"
-            image = _made(folder / "JPEGImages" / "480p" / clip.name) / f"{name}.jpg"
-            Image.fromarray(pixels).save(image, quality=QUALITY, subsampling=0)
-            write_mask(
-                _made(folder / "Annotations" / "480p" / clip.name) / f"{name}.png", labels
-            )
+            image = Image.fromarray(pixels)
+            # Without subsampling: edges of objects keep their colours.
+            image.save(images / f"{frame:05d}.jpg", quality=QUALITY, subsampling=0)
+            write_mask(masks / f"{frame:05d}.png", labels)
         for name in clip.lists:
             lists[name].append(clip.name)
-    sets = _made(folder / "ImageSets" / "2017")
+    sets = folder / "ImageSets" / "2017"
+    sets.mkdir(parents=True, exist_ok=True)
     for name, videos in lists.items():
         (sets / f"{name}.txt").write_text("".join(f"{video}\n" for video in videos))
 
 
 def _frames(
     clip: Clip, seed: tuple[int, int]
-) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """(height, width, 3) pixels and (height, width) numbers of objects of each frame."""
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Yield (height, width, 3) pixels and (height, width) numbers of objects of each frame."""
     rng = np.random.default_rng(seed)
     sprites = [
-        sprite(kind, int(rng.integers(PER_CLASS)), size)
-        for kind, size, *_ in clip.objects
+        sprite(item.category, int(rng.integers(PER_CLASS)), item.length)
+        for item in clip.objects
     ]
-    found = []
     for frame in range(clip.n_frames):
-        placed = [
-            Placed(one, top + frame * down, left + frame * right)
-            for one, (_, _, (top, left), (down, right)) in zip(
-                sprites, clip.objects, strict=True
-            )
-        ]
+        placed = []
+        for item_sprite, item in zip(sprites, clip.objects, strict=True):
+            top = item.start[0] + frame * item.step[0]
+            left = item.start[1] + frame * item.step[1]
+            placed.append(Placed(item_sprite, top, left))
+        # The same seed for each frame: the background stands still.
         scene = compose(clip.size, placed, (*seed, 1))
         labels = np.zeros(clip.size, np.uint8)
         for number, mask in enumerate(scene.masks, 1):
             labels[mask] = number
         if frame == clip.void:
             labels[labels != np.roll(labels, 1, axis=1)] = VOID
-        found.append((scene.pixels, labels))
-    return found
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+        yield scene.pixels, labels

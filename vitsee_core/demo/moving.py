@@ -25,71 +25,85 @@ Frames = NDArray[np.uint8]
 
 DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}
 SHAPES = ("square", "disc", "triangle")
-# pixels of a side; frames of a clip
-SIZE = 32
-FRAMES = 8
+SIZE = 32  # pixels of a side
+FRAMES = 8  # of a clip
 CLIPS = {"train": 240, "val": 160}
 SEEDS = {"train": 1, "val": 2}  # the model was trained on those of another seed
 MODEL = Path(__file__).with_name("moving.safetensors")
 
 
 def write_moving(folder: str | Path) -> None:
-    """The set and the model below `folder`, which is made; always the same files."""
+    """Write the set and the model below `folder`, which is made; always the same files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(MODEL, folder / "model.safetensors")
-    for split, n in CLIPS.items():
-        for i, (name, clip) in enumerate(clips(n, SEEDS[split])):
-            place = folder / split / name / f"{i:04d}"
-            place.mkdir(parents=True, exist_ok=True)
-            for k, frame in enumerate(clip):
-                Image.fromarray(frame).save(place / f"{k:05d}.png")
+    for split, n_clips in CLIPS.items():
+        for i, (direction, frames) in enumerate(clips(n_clips, SEEDS[split])):
+            clip_folder = folder / split / direction / f"{i:04d}"
+            clip_folder.mkdir(parents=True, exist_ok=True)
+            for k, frame in enumerate(frames):
+                Image.fromarray(frame).save(clip_folder / f"{k:05d}.png")
 
 
 def clips(n: int, seed: int) -> Iterator[tuple[str, Frames]]:
-    """n clips, the directions in turn: name of the direction, (frames, height, width, rgb)."""
+    """Yield n clips, the directions in turn: a direction's name, (frames, height, width, rgb)."""
     rng = np.random.default_rng(seed)
     for i in range(n):
         name = tuple(DIRECTIONS)[i % len(DIRECTIONS)]
-        yield name, _clip(DIRECTIONS[name], rng)
+        yield name, _draw_clip(DIRECTIONS[name], rng)
 
 
-def _clip(step: tuple[int, int], rng: np.random.Generator) -> Frames:
-    background = _smooth(rng)
-    colour = background.mean((0, 1)) + rng.choice([-1, 1], 3) * rng.uniform(70, 120, 3)
+def _draw_clip(step: tuple[int, int], rng: np.random.Generator) -> Frames:
+    """Return (frames, height, width, rgb) of a shape that moves.
+
+    Args:
+        step: rows and columns of the direction, -1, 0 or 1.
+        rng: draws all else.
+    """
+    # A background whose colours change slowly.
+    coarse = rng.uniform(80, 176, (3, 3, 3)).astype(np.uint8)
+    smooth = Image.fromarray(coarse).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    background = np.asarray(smooth, np.float64)
+    # Each channel of the shape is brighter or darker than the background, and never like it.
+    contrast = rng.choice([-1, 1], 3) * rng.uniform(70, 120, 3)
+    colour = background.mean((0, 1)) + contrast
     shape = SHAPES[rng.integers(len(SHAPES))]
     side = int(rng.integers(8, 13))
-    speed = rng.uniform(1.5, 2.5)
+    speed = rng.uniform(1.5, 2.5)  # pixels a frame
     reach = speed * (FRAMES - 1) / 2  # from the middle of the path to its ends
+    # The middle of the path is drawn, not its start: forwards and backwards are equally likely.
     middle = rng.uniform(side / 2, SIZE - side / 2, 2)
-    along = 0 if step[0] else 1
-    middle[along] = rng.uniform(min(reach + 3, SIZE / 2), max(SIZE - reach - 3, SIZE / 2))
+    axis = 0 if step[0] else 1
+    # Along the path it stays so far inside that the shape's centre never leaves the frame.
+    lowest = min(reach + 3, SIZE / 2)
+    middle[axis] = rng.uniform(lowest, max(SIZE - reach - 3, SIZE / 2))
     frames = np.empty((FRAMES, SIZE, SIZE, 3), np.uint8)
     for k in range(FRAMES):
         centre = middle + (k - (FRAMES - 1) / 2) * speed * np.array(step)
-        on = _shape(shape, centre, side)[..., np.newaxis]
+        coverage = _coverage(shape, centre, side)[..., np.newaxis]
+        # Fresh noise for each frame, so that no frame is another one's copy.
         noise = rng.normal(0, 4, (SIZE, SIZE, 3))
-        pixels = background * (1 - on) + colour * on + noise
+        pixels = background * (1 - coverage) + colour * coverage + noise
         frames[k] = np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
     return frames
 
 
-def _smooth(rng: np.random.Generator) -> NDArray[np.float64]:
-    """(height, width, rgb) a background whose colours change slowly."""
-    coarse = rng.uniform(80, 176, (3, 3, 3)).astype(np.uint8)
-    large = Image.fromarray(coarse).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
-    return np.asarray(large, np.float64)
+def _coverage(kind: str, centre: NDArray[np.float64], side: int) -> NDArray[np.float64]:
+    """Return (height, width) the share of each pixel that a shape covers, by 4 x 4 points in each.
 
-
-def _shape(kind: str, centre: NDArray[np.float64], side: int) -> NDArray[np.float64]:
-    """(height, width) the part of each pixel that a shape covers, by 4 x 4 points in each."""
+    Args:
+        kind: of `SHAPES`.
+        centre: row and column, in pixels.
+        side: of the square around the shape, in pixels.
+    """
     points = (np.arange(4 * SIZE) + 0.5) / 4
     y = points[:, np.newaxis] - centre[0]
     x = points - centre[1]
     half = side / 2
-    inside = {
-        "square": (abs(y) <= half) & (abs(x) <= half),
-        "disc": y**2 + x**2 <= half**2,
-        "triangle": (abs(y) <= half) & (abs(x) <= (y + half) / 2),
-    }[kind]
+    if kind == "square":
+        inside = (abs(y) <= half) & (abs(x) <= half)
+    elif kind == "disc":
+        inside = y**2 + x**2 <= half**2
+    else:  # a triangle with its tip above
+        inside = (abs(y) <= half) & (abs(x) <= (y + half) / 2)
     return inside.reshape(SIZE, 4, SIZE, 4).mean((1, 3))
