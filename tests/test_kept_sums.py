@@ -21,15 +21,13 @@ from tests.command_line import invoke
 from tests.every_command import TABLES
 from vitsee_core.analyses.retrieve import SiteScores
 from vitsee_core.runtime import kept_sums
-from vitsee_core.runtime.kept_sums import (
+from vitsee_core.runtime.kept_sums import FoldCheckpoints, KeptSum, state_of
+from vitsee_core.runtime.plain_values import (
     CHECKSUM,
     MAGIC,
     SIZE,
-    FoldCheckpoints,
-    KeptSum,
     NotPlain,
     read_plain,
-    state_of,
     write_plain,
 )
 from vitsee_core.statistics.moments import Moments, SlabMoments
@@ -125,7 +123,7 @@ def test_what_is_not_plain_is_refused(value: Any) -> None:
 def test_large_states_are_refused_before_they_are_written() -> None:
     file = io.BytesIO()
     with pytest.raises(NotPlain, match=r"8\.0 kB, of 4\.0 kB at most"):
-        write_plain(file, np.zeros(1000), most=4000)
+        write_plain(file, np.zeros(1000), max_bytes=4000)
     assert not file.getvalue()
 
 

@@ -75,18 +75,12 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 
     @wraps(run)
     def run_with_conveniences(*args: Any, **kwargs: Any) -> R_co:
+        """Convert the arguments, call `run`, and note in its result how that was made."""
         if any(hasattr(value, "__array__") for value in args):
             return cast(R_co, _run_on_arrays(run, args, kwargs))
-        if has_execution:
-            execution_fields = {
-                name: kwargs.pop(name) for name in EXECUTION_FIELDS if name in kwargs
-            }
-            if execution_fields:
-                execution = kwargs.get("execution", DEFAULT)
-                kwargs["execution"] = replace(execution, **execution_fields)
         _refuse_unknown_keywords(run, kwargs, keywords, has_execution)
         for name, value in kwargs.items():
-            if takes_texts[name] and isinstance(value, str):
+            if takes_texts.get(name) and isinstance(value, str):
                 kwargs[name] = (value,)
         _gather_fields(parameters, kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -130,20 +124,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             result = result.with_distinct_weights(every_store)
         return cast(R_co, result)
 
-    # What `help` shows: keywords as callers give them, with annotations as a reader writes them.
-    help_signature = signature.replace(
-        parameters=[
-            inspect.Parameter(
-                keyword.name,
-                keyword.kind,
-                default=keyword.default,
-                annotation=keyword.text,
-            )
-            for keyword in keywords.values()
-        ]
-    )
-    if has_execution:
-        help_signature = _with_execution_fields(help_signature)
+    help_signature = _help_signature(signature, keywords)
     run_with_conveniences.__signature__ = help_signature  # type: ignore[attr-defined]
     run_with_conveniences.__doc__ = documented(run.__doc__ or "", keywords)
     return cast(Analysis[P, R_co], run_with_conveniences)
@@ -156,14 +137,16 @@ def _refuse_unknown_keywords(
     has_execution: bool,
 ) -> None:
     """Raise a TypeError that names the first unknown keyword, and the closest known one."""
-    unknown = [name for name in kwargs if name not in keywords]
+    accepted = [*keywords]
+    if has_execution:
+        accepted += EXECUTION_FIELDS
+    unknown = [name for name in kwargs if name not in accepted]
     if not unknown:
         return
-    known = [*keywords]
-    if has_execution:
-        known += EXECUTION_FIELDS
-    matches = difflib.get_close_matches(unknown[0], known, n=1)
-    hint = f"did you mean {matches[0]}?" if matches else f"it takes {', '.join(known)}"
+    matches = difflib.get_close_matches(unknown[0], accepted, n=1)
+    hint = f"it takes {', '.join(accepted)}"
+    if matches:
+        hint = f"did you mean {matches[0]}?"
     name = registry.name_of(run.__module__)
     raise TypeError(f"{name}() has no keyword {unknown[0]!r}; {hint}")
 
@@ -171,7 +154,14 @@ def _refuse_unknown_keywords(
 def _gather_fields(
     parameters: dict[str, DeclaredParameter], kwargs: dict[str, Any]
 ) -> None:
-    """Replace, in `kwargs`, the fields of each parameter with `Fields` by its dataclass."""
+    """Replace, in `kwargs`, the fields of `execution` and of each parameter with `Fields` by their
+    dataclass."""
+    if "execution" in parameters:
+        changes = {name: kwargs.pop(name) for name in EXECUTION_FIELDS if name in kwargs}
+        if changes:
+            # A caller may give both: the fields change the execution.
+            execution = kwargs.get("execution", DEFAULT)
+            kwargs["execution"] = replace(execution, **changes)
     for name, parameter in parameters.items():
         if isinstance(parameter.metadata, Fields):
             field_names = parameters_of(parameter.annotation).keys() & kwargs.keys()
@@ -209,8 +199,8 @@ def _run_on_arrays(
     are_arrays = all(hasattr(value, "__array__") for value in args)
     if len(args) != n_arrays or not are_arrays or options:
         raise TypeError(
-            f"{name}() of arrays takes {n_arrays} of them and nothing else; its options belong "
-            "to stores"
+            f"{name}() of arrays takes {n_arrays} of them and nothing else; its options "
+            "belong to stores"
         )
     return of_arrays(*args)
 
@@ -230,22 +220,23 @@ def documented(text: str, parameters: dict[str, DeclaredParameter]) -> str:
     written = {} if args_index is None else _entries_of(blocks[args_index])
     entries = dict(written)
     for parameter in parameters.values():
-        name, metadata = parameter.name, parameter.metadata
+        name = parameter.name
+        metadata = parameter.metadata
         if isinstance(metadata, Option) and metadata.help:
             entries[name] = _args_lines(parameter, metadata)
         elif isinstance(metadata, Gather) and name not in written:
             entries[name] = f"    {name}: a `{metadata.kind.__name__}`."
     if "execution" in parameters and "execution" not in written:
         entries["execution"] = (
-            "    execution: which images, and what the work may use; see `Execution`, whose fields "
-            "are\n        keywords too."
+            "    execution: which images, and what the work may use; see `Execution`, "
+            "whose fields are\n        keywords too."
         )
     if not entries:
         return "\n\n".join(blocks)
     position = {name: i for i, name in enumerate(parameters)}
     # A parameter with `Fields` is not a keyword of callers: its fields are, and have entries.
-    shown = [name for name in entries if name in position or not name.isidentifier()]
-    ordered = sorted(shown, key=lambda name: position.get(name, -1))
+    visible = [name for name in entries if name in position or not name.isidentifier()]
+    ordered = sorted(visible, key=lambda name: position.get(name, -1))
     args_block = "\n".join(["Args:", *(entries[name] for name in ordered)])
     if args_index is not None:
         blocks[args_index] = args_block
@@ -290,9 +281,23 @@ def _args_lines(parameter: DeclaredParameter, option: Option) -> str:
     )
 
 
-def _with_execution_fields(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature with the fields of `Execution` before `execution` itself."""
-    other_parameters = [p for p in signature.parameters.values() if p.name != "execution"]
+def _help_signature(
+    signature: inspect.Signature, keywords: Mapping[str, DeclaredParameter]
+) -> inspect.Signature:
+    """Return the signature that `help` shows: keywords as callers give them, with annotations as a
+    reader writes them, and the fields of `Execution` before `execution` itself."""
+    parameters = {
+        keyword.name: inspect.Parameter(
+            keyword.name,
+            keyword.kind,
+            default=keyword.default,
+            annotation=keyword.text,
+        )
+        for keyword in keywords.values()
+    }
+    execution = parameters.pop("execution", None)
+    if execution is None:
+        return signature.replace(parameters=[*parameters.values()])
     execution_fields = [
         inspect.Parameter(
             field.name,
@@ -303,11 +308,7 @@ def _with_execution_fields(signature: inspect.Signature) -> inspect.Signature:
         for field in fields(Execution)
     ]
     return signature.replace(
-        parameters=[
-            *other_parameters,
-            *execution_fields,
-            signature.parameters["execution"],
-        ]
+        parameters=[*parameters.values(), *execution_fields, execution]
     )
 
 
@@ -334,8 +335,9 @@ def _hold_clips(module: str, stores: Any) -> bool:
         if needs_images:
             command = registry.name_of(module).replace("_", "-")
             raise MissingInput(
-                f"{command} is of images, and {store.label} holds clips of {plan.clip.frames} "
-                "frames; expected a store of the frames, extracted as images"
+                f"{command} is of images, and {store.label} holds clips of "
+                f"{plan.clip.frames} frames; expected a store of the frames, extracted "
+                "as images"
             )
     return has_clips
 

@@ -110,6 +110,8 @@ class DaskMap:
         from distributed import WorkerPlugin
 
         class Work(WorkerPlugin):
+            """Carry the function to each worker once, also to those that come later."""
+
             def __init__(self) -> None:
                 self.work = work
 
@@ -221,8 +223,8 @@ def parse_address(text: str) -> str | int:
     if is_address and not text.startswith("local:"):
         return text
     raise DaskError(
-        f"{text!r}; expected local:N with N processes from 1 on, or a scheduler's address as "
-        "tcp://HOST:8786"
+        f"{text!r}; expected local:N with N processes from 1 on, or a scheduler's "
+        "address as tcp://HOST:8786"
     )
 
 
@@ -329,13 +331,13 @@ def _wait_for_workers(over_workers: DaskMap) -> None:
             waited = time.monotonic() - begun
             if waited > WORKER_SECONDS:
                 raise DaskError(
-                    f"the Dask scheduler at {address} had no workers for {waited:.0f} s; start "
-                    "some (cluster.scale, dask worker) and repeat the command"
+                    f"the Dask scheduler at {address} had no workers for {waited:.0f} "
+                    "s; start some (cluster.scale, dask worker) and repeat the command"
                 )
             if waited > WAIT_SECONDS and not warned:
                 log.warning(
-                    "the Dask scheduler at %s has no workers yet (cluster.scale, dask worker): "
-                    "waiting %.0f minutes at most",
+                    "the Dask scheduler at %s has no workers yet (cluster.scale, dask "
+                    "worker): waiting %.0f minutes at most",
                     address,
                     WORKER_SECONDS / 60,
                 )
@@ -360,8 +362,9 @@ def _errors_as_one_line(summary: str, *, of_task: bool = False) -> Iterator[None
         yield
     except KilledWorker as error:
         raise DaskError(
-            f"one piece of the work ended {plural(error.allowed_failures + 1, 'workers')} (out of "
-            "memory? their logs say more); give workers more memory, or take a smaller --memory"
+            "one piece of the work ended "
+            f"{plural(error.allowed_failures + 1, 'workers')} (out of memory? their "
+            "logs say more); give workers more memory, or take a smaller --memory"
         ) from None
     except errors as error:
         if isinstance(error, OSError) and error.errno is not None:

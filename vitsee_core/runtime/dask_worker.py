@@ -91,6 +91,7 @@ def on_this_worker(error: VitseeError) -> DaskError:
 
 @lru_cache(maxsize=4)
 def _unpickled_function(work: bytes) -> Callable[[Any], Any]:
+    """Return the function; the cache saves unpickling it for each task."""
     return pickle.loads(work)
 
 
@@ -103,6 +104,7 @@ class _LineCollector(logging.Handler):
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Collect a record; other threads of the worker have collectors of their own."""
         if record.thread == self._thread:
             self.lines.append((record.name, record.levelno, record.getMessage()))
 

@@ -124,6 +124,7 @@ class _OpenContexts:
                 self._set(self._open[-1] if self._open else self._before)
 
     def _set(self, switches: PrecisionSwitches) -> None:
+        """Set torch's switches."""
         for module, name, value in switches:
             setattr(module, name, value)
 

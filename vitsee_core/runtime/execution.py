@@ -224,6 +224,7 @@ def _run_on_worker(
 
 
 def _run_batch(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the results of several items: a function at module level, as workers need one."""
     return [work(item) for item in items]
 
 

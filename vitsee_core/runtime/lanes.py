@@ -285,16 +285,13 @@ def say_cost(label: str, n_images: int, multiplications: float) -> None:
     The estimate comes from a short trial; if it is seconds, it is logged at debug level only.
     """
     seconds = multiplications / (SHARE * cpu_rate())
-    log.log(
-        logging.INFO if seconds >= WORTH_SAYING else logging.DEBUG,
-        "%s: %.1e multiplications for %d images, %s on %d cores; four times as long for twice the "
-        "images (--images N takes fewer)",
-        label,
-        multiplications,
-        n_images,
-        rough_time(seconds),
-        n_lanes(),
+    level = logging.INFO if seconds >= WORTH_SAYING else logging.DEBUG
+    text = (
+        f"{label}: {multiplications:.1e} multiplications for {n_images} images, "
+        f"{rough_time(seconds)} on {n_lanes()} cores; four times as long for twice the "
+        "images (--images N takes fewer)"
     )
+    log.log(level, "%s", text)
 
 
 def cpu_rate() -> float:

@@ -117,8 +117,9 @@ SITE_WORDS = (*GROUPS, "first", "last", "stage:", "depth:")
 def sites_option(default: str | None = None) -> Option:
     """Return an option for sites, by name, glob or group; default: the default in words."""
     return Option(
-        f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: {DEPTH_WORDS}. "
-        "blocks.-1.out counts from the end, !NAME leaves out. Repeatable, or a comma list.",
+        f"Sites by name, glob or group ({', '.join(GROUPS)}), or by place: "
+        f"{DEPTH_WORDS}. blocks.-1.out counts from the end, !NAME leaves out. "
+        "Repeatable, or a comma list.",
         metavar="GLOB",
         default=default,
         completes=SITE_WORDS,

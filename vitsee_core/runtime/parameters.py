@@ -92,9 +92,8 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
     )
     parameters = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        annotation = _evaluate(
-            parameter.annotation, names, f"{_describe_function(function)}, {name}"
-        )
+        location = f"{function.__module__}: {function.__qualname__}, {name}"
+        annotation = _evaluate(parameter.annotation, names, location)
         metadata = None
         if typing.get_origin(annotation) is Annotated:
             annotation, metadata, *_ = typing.get_args(annotation)
@@ -144,10 +143,6 @@ def options_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
     return options
 
 
-def _describe_function(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}: {function.__qualname__}"
-
-
 def _evaluate(annotation: Any, names: Mapping[str, Any], location: str) -> Any:
     """Return the type that an annotation stands for.
 
@@ -168,12 +163,13 @@ def _evaluate(annotation: Any, names: Mapping[str, Any], location: str) -> Any:
         hints = typing.get_type_hints(holder, globalns=dict(names), include_extras=True)
     except NameError as error:
         raise DeclarationError(
-            f"{location}: {error}; expected types and options that are imported (not below "
-            "`if TYPE_CHECKING`) or defined above"
+            f"{location}: {error}; expected types and options that are imported (not "
+            "below `if TYPE_CHECKING`) or defined above"
         ) from error
     except Exception as error:
         raise DeclarationError(
-            f"{location}: its annotation cannot be evaluated ({type(error).__name__}: {error})"
+            f"{location}: its annotation cannot be evaluated ({type(error).__name__}: "
+            f"{error})"
         ) from error
     return hints["it"]
 
@@ -186,10 +182,12 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _is_sequence(annotation: Any) -> bool:
+    """Return whether a type is a `Sequence[...]`."""
     return typing.get_origin(annotation) is collections.abc.Sequence
 
 
 def _single_types(annotation: Any) -> typing.Iterator[Any]:
+    """Yield the types of single values: `int` and `str` of `Sequence[int] | str | None`."""
     for member in _members(annotation):
         if _is_sequence(member):
             for item in typing.get_args(member):

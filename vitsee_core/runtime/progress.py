@@ -40,13 +40,17 @@ class Progress(Protocol):
 class Silent:
     """Progress that shows nothing."""
 
-    def start(self, total: int, done: int = 0, unit: str = "images") -> None: ...
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Show nothing."""
 
-    def advance(self, count: int, size_bytes: int = 0) -> None: ...
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Show nothing."""
 
-    def skip(self, count: int) -> None: ...
+    def skip(self, count: int) -> None:
+        """Show nothing."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Show nothing."""
 
 
 SILENT = Silent()
@@ -59,12 +63,18 @@ _counting = threading.Lock()  # global, because a Tally is pickled
 
 @dataclass
 class Tally(Silent):
-    """Sums what is advanced, to be reported elsewhere."""
+    """Progress that is summed, for a report by another process.
+
+    Attributes:
+        count: sum of what was advanced.
+        size_bytes: sum of its bytes.
+    """
 
     count: int = 0
     size_bytes: int = 0
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Add to the sums."""
         with _counting:
             self.count += count
             self.size_bytes += size_bytes
@@ -72,30 +82,39 @@ class Tally(Silent):
 
 @dataclass
 class Forwarded(Tally):
-    """Progress that is passed on to another, and summed."""
+    """Progress that is passed on to another, and summed.
+
+    Attributes:
+        to: the other progress.
+    """
 
     to: Progress = SILENT
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Start the other progress."""
         self.to.start(total, done, unit)
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
+        """Add to the sums, and advance the other progress."""
         super().advance(count, size_bytes)
         self.to.advance(count, size_bytes)
 
     def skip(self, count: int) -> None:
+        """Add to the sums, and skip as much in the other progress."""
         super().advance(count)
         self.to.skip(count)
 
     def stop(self) -> None:
+        """Stop the other progress."""
         self.to.stop()
 
 
 @dataclass
 class OfClips(Forwarded):
-    """Progress of an analysis of clips: a unit in the words of images is in those of clips."""
+    """Progress of an analysis of clips, whose units are named for images: these are renamed."""
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        """Start the other progress in the words of clips."""
         super().start(total, done, unit.replace("images", "clips"))
 
 

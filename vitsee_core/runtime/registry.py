@@ -167,7 +167,8 @@ def load(name: str) -> Any:
     except (Exception, SystemExit) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise GuestError(
-            f"{title} cannot be imported: {why} (python -c 'import {guest.module}' shows where)"
+            f"{title} cannot be imported: {why} (python -c 'import {guest.module}' "
+            "shows where)"
         ) from error
     analysis: Any = vars(module).get("ANALYSIS")
     if not hasattr(analysis, "check_table"):
@@ -177,8 +178,8 @@ def load(name: str) -> Any:
         )
     if not analysis.help.strip():
         raise GuestError(
-            f"{title} is not an analysis: {guest.module}: help is empty; expected the text of "
-            f"vitsee {guest.command} --help; {PAGE}"
+            f"{title} is not an analysis: {guest.module}: help is empty; expected the "
+            f"text of vitsee {guest.command} --help; {PAGE}"
         )
     return analysis
 
@@ -236,7 +237,8 @@ def blamed(module: str) -> Iterator[None]:
     except Exception as error:
         guest = guest_of(module)
         if guest is not None:
-            note = f"{guest.command} is an analysis of the package {guest.by}, not of vitsee itself"
+            note = f"{guest.command} is an analysis of the package {guest.by}, "
+            note += "not of vitsee itself"
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
@@ -336,7 +338,8 @@ def _guests_and_refusals(
         elif guest.name in builtins or guest.name in RESERVED:
             why = "vitsee has that name itself"
         elif not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", guest.module):
-            why = f"{guest.module!r} is no module; expected {guest.name} = 'mypackage.{guest.name}'"
+            why = f"{guest.module!r} is no module; "
+            why += f"expected {guest.name} = 'mypackage.{guest.name}'"
         elif guest.name in accepted:
             why = f"{accepted[guest.name].by} has that name, too, and comes first"
         else:

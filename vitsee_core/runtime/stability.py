@@ -50,10 +50,12 @@ def deprecated(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with the warning, and with the notice before its docstring."""
         notice = f"{function.__name__} will be removed in {removed_in}; use {instead}"
 
         @wraps(function)
         def warn_and_call(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Warn, and call the function."""
             # stacklevel 2: the warning names the caller's line, not this one.
             warnings.warn(
                 f"{notice} (deprecated since {since})", FutureWarning, stacklevel=2

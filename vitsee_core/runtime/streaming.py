@@ -55,11 +55,16 @@ class Accumulator(Protocol):
 
     # Properties: a method of one slab would not match a method of any number of slabs.
     @property
-    def update(self) -> Callable[..., None]: ...
+    def update(self) -> Callable[..., None]:
+        """Adds a slab, or a pair of slabs."""
+
     @property
-    def merge(self) -> Callable[..., None]: ...
+    def merge(self) -> Callable[..., None]:
+        """Adds the accumulator of a later slab."""
+
     @property
-    def result(self) -> Callable[[], Any]: ...
+    def result(self) -> Callable[[], Any]:
+        """Returns the result of what was added."""
 
 
 A = TypeVar("A", bound=Accumulator)
@@ -282,6 +287,7 @@ def _work_on(
 
 
 def _as_tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:
+    """Return one store, or a pair, as a tuple."""
     return stores if isinstance(stores, tuple) else (stores,)
 
 
@@ -312,9 +318,9 @@ class Piece(Slab):
             )
         if self.rows != self.store.plan.rows(self.k):
             raise StoreMismatch(
-                f"{self.store.label} holds {name} as sums over slabs of {self.store.plan.slab} "
-                "images, the other store over slabs of another size (extract one of them again "
-                f"with --slab {self.store.plan.slab})"
+                f"{self.store.label} holds {name} as sums over slabs of "
+                f"{self.store.plan.slab} images, the other store over slabs of another "
+                f"size (extract one of them again with --slab {self.store.plan.slab})"
             )
         return super().attention_sums(name, group)
 
@@ -347,6 +353,7 @@ def thread_map(jobs: int) -> Map:
 def _map_on_threads(
     jobs: int, function: Callable[[Any], R], items: Iterable[Any], /
 ) -> Iterator[R]:
+    """Yield the results in the items' order; two results for each thread wait at most."""
     with one_blas_thread():
         if jobs == 1:
             yield from map(function, items)

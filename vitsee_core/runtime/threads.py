@@ -41,6 +41,7 @@ def run_split(
     inference = torch.is_inference_mode_enabled()
 
     def run(piece: int) -> None:
+        """Call the function for a piece; torch's modes are each thread's own."""
         with torch.inference_mode(inference), torch.no_grad():
             function(piece, range(bounds[piece], bounds[piece + 1]))
 
@@ -85,6 +86,7 @@ def by_chunks(
     step = n_images if at_once else max(1, CHUNK_BYTES // max(1, image_bytes))
 
     def run(_: int, images: range) -> None:
+        """Call the function for chunks of a thread's images."""
         for first in range(images.start, images.stop, max(1, step)):
             function(slice(first, min(first + step, images.stop)))
 
@@ -108,6 +110,7 @@ def _pool(n_threads: int, process: int) -> ThreadPoolExecutor:
 
 
 def _use_one_core() -> None:
+    """Let torch use one core in this thread."""
     # A thread's first use of torch copies the process-wide setting, so it comes first.
     torch.get_num_threads()
     torch.set_num_threads(1)

@@ -48,8 +48,8 @@ class Cost:
         """Return the estimates as a line for the log."""
         return (
             f"{plural(n_models, 'models')} over {plural(n_images, 'images')}: about "
-            f"{human_bytes(self.size_bytes)} on disk, {describe_time(self.seconds)} of extraction "
-            f"and {describe_time(self.analyses)} of analyses on this machine"
+            f"{human_bytes(self.size_bytes)} on disk, {describe_time(self.seconds)} of "
+            f"extraction and {describe_time(self.analyses)} of analyses on this machine"
         )
 
 

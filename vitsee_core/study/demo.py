@@ -20,8 +20,8 @@ REPLACEMENT_IMAGES = 100  # the model runs once for each of its heads
 QUICK_MODELS = ("vit", "resnet")
 # Says in the report where pages of real models are to be had.
 NOTE = (
-    "Small models on images of 28 x 28 pixels. The same pages of a ViT-S/14 and two CNNs on "
-    "photographs: make demo-real, or vitsee demo --real -o real-out."
+    "Small models on images of 28 x 28 pixels. The same pages of a ViT-S/14 and two "
+    "CNNs on photographs: make demo-real, or vitsee demo --real -o real-out."
 )
 # The analyses of the pictures in docs/.
 QUICK = (

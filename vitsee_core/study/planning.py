@@ -38,7 +38,7 @@ SMOOTH_FIELD_IMAGES = 256
 SCORES = ("knn", "probe", "cluster", "retrieve")  # analyses whose tables best-layer reads
 BEST = "best-layer"
 
-# Contents of stores, in the words of messages and in their order there.
+# Contents of stores, in the words of messages and in the order that messages have.
 DESCRIPTIONS = {
     TOKENS: "every token",
     HEADS: "parts of heads",
@@ -70,6 +70,7 @@ def check_choice(study: Study) -> None:
     Raises:
         VitseeError: names the analysis and those that exist.
     """
+    # By name: a mistyped one would else be an analysis that never applies.
     analyses = study_analyses()
     for name in (*study.analyses, *study.skip):
         if name not in analyses:
@@ -132,13 +133,18 @@ def check_names(plan: Plan) -> None:
     repeated = [name for name, count in n_steps.items() if count > 1]
     if repeated:
         raise VitseeError(
-            f"two results of this study would be called {repeated[0]}; give a model another name "
-            "(NAME=MODEL)"
+            f"two results of this study would be called {repeated[0]}; give a model "
+            "another name (NAME=MODEL)"
         )
 
 
 def _contents_for(study: Study, steps: Sequence[Step]) -> set[str]:
-    """Return what stores have to hold for the steps, and for a thorough study beyond that."""
+    """Return what stores have to hold.
+
+    Args:
+        study: a thorough one has the contents for all figures of the papers.
+        steps: the analyses that read the stores.
+    """
     contents: set[str] = set()
     for step in steps:
         # best-layer reads tables, no stores.
@@ -150,7 +156,13 @@ def _contents_for(study: Study, steps: Sequence[Step]) -> set[str]:
 
 
 def _extractions(study: Study, models: Sequence[SurveyedModel], plan: Plan) -> list[Step]:
-    """Return the steps that make the stores which the plan's analyses read, model by model."""
+    """Return the steps that make stores, model by model.
+
+    Args:
+        study: the request.
+        models: of the study.
+        plan: its analyses say which stores are read, its contents what these have to hold.
+    """
     read_stores = {path for step in plan.analyses for path in step.inputs}
     extractions = []
     for model in models:
@@ -203,7 +215,13 @@ def extraction(
 def _options_for_contents(
     study: Study, model: SurveyedModel, contents: set[str]
 ) -> list[str]:
-    """Return the options of extract with which a store holds these contents, and not more."""
+    """Return the options of extract with which a store holds these contents, and not more.
+
+    Args:
+        study: the request.
+        model: what it does not offer is left out.
+        contents: beyond pooled vectors.
+    """
     words: list[str] = []
     sites = ["blocks", "head"]  # the default of extract
     if HEADS in contents and model.heads is not None:
@@ -255,8 +273,9 @@ def _notes(study: Study, plan: Plan) -> list[str]:
     if len(n_images) > 1:
         number = f"{min(n_images)} to {max(n_images)}"
     return [
-        f"receptive fields are averaged over {number} images, so that they take no longer than "
-        f"the rest of an extraction; smooth ones: --set extract.erf={SMOOTH_FIELD_IMAGES}"
+        f"receptive fields are averaged over {number} images, so that they take no "
+        "longer than the rest of an extraction; smooth ones: --set "
+        f"extract.erf={SMOOTH_FIELD_IMAGES}"
     ]
 
 
@@ -266,8 +285,15 @@ def _models_that_offer(
     models: Sequence[SurveyedModel],
     left_out: dict[str, str],
 ) -> list[SurveyedModel]:
-    """Return the models that offer what an analysis needs; enter the others, with the reason, in
-    `left_out`: as one entry of the analysis if none offers it."""
+    """Return the models that offer what an analysis needs, and enter the others.
+
+    Args:
+        command: the analysis.
+        needs: what it declares to need of a model.
+        models: of the study.
+        left_out: receives the reason for each of the others, or one for the analysis if no model
+            offers what it needs.
+    """
     all_needs = (*needs, *MORE_NEEDS.get(command, ()))
     able_models = []
     reasons: dict[str, str] = {}
@@ -286,21 +312,31 @@ def _models_that_offer(
 
 
 def _reason_of_data(study: Study, command: str, labelled: bool) -> str:
-    """Return why the study's data do not suffice for an analysis; "" if they do."""
+    """Return why the study's data do not suffice for an analysis; "" if they do.
+
+    Args:
+        study: the request.
+        command: the analysis.
+        labelled: whether the images have labels.
+    """
     recipe = recipe_of(command)
     option, description = recipe.required_option
     is_set = bool(option) and study.sets(command, option)
     image_word = "clips" if study.sets("extract", "--frames") else "images"
     if USER_OPTION in recipe.data_needs and not is_set:
         setting = f"{command}.{option.removeprefix('--')}=PATH"
-        return f"it needs {description} beside the {image_word}; name them with --set {setting}"
+        request = f"name them with --set {setting}"
+        return f"it needs {description} beside the {image_word}; {request}"
     if study.n_images() < recipe.min_images:
         number = plural(study.n_images(), image_word)
         return f"{number} of {study.data}; expected at least {recipe.min_images}"
     if LABELS in recipe.data_needs and not labelled and not is_set:
         return f"the {image_word} of {study.data} have no labels"
     if TRAIN in recipe.data_needs and study.train is None:
-        return f"it learns from other {image_word} than it is tested on: name them with --train"
+        return (
+            f"it learns from other {image_word} than it is tested on: name them with "
+            "--train"
+        )
     return ""
 
 
@@ -324,12 +360,21 @@ def _add_best_layer(study: Study, plan: Plan) -> None:
 def stored_contents(
     path: Path, model: SurveyedModel, *, complete: bool = False
 ) -> set[str] | None:
-    """Return what a store holds beyond pooled vectors, in the words of `Recipe.contents`; None
-    without a readable store. complete: read a complete one only."""
+    """Return what a store holds beyond pooled vectors.
+
+    Args:
+        path: of the store.
+        model: its sites within blocks and heads have the model's names.
+        complete: read a complete store only.
+
+    Returns:
+        Contents in the words of `Recipe.contents`; None without a readable store.
+    """
     try:
         identity = open_store(path, allow_partial=not complete).manifest.identity
     except (VitseeError, OSError):
         return None
+    # Any JSON may stand in the identity of a stranger's store.
     tokens = identity.get("tokens")
     sites = identity.get("sites")
     attention = identity.get("attention")
@@ -376,8 +421,8 @@ def check_stored(
         if missing:
             names = [text for word, text in DESCRIPTIONS.items() if word in missing]
             raise VitseeError(
-                f"{path} was extracted for fewer analyses and lacks {', '.join(names)}; remove it "
-                "to extract anew, or choose another -o"
+                f"{path} was extracted for fewer analyses and lacks {', '.join(names)}; "
+                "remove it to extract anew, or choose another -o"
             )
 
 

@@ -53,8 +53,8 @@ def data_places(recipe: RecipeFile, data: str) -> dict[str, Path]:
         name, _, folder = text.partition("=")
         if name not in recipe.data:
             raise RecipeError(
-                f"--data {data}: {recipe.name} has no {name!r}; expected FOLDER, or NAME=FOLDER "
-                f"of {', '.join(recipe.data)}"
+                f"--data {data}: {recipe.name} has no {name!r}; expected FOLDER, or "
+                f"NAME=FOLDER of {', '.join(recipe.data)}"
             )
         folders[name] = Path(folder).expanduser()
     return folders

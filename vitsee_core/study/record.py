@@ -218,8 +218,8 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
         is_outside = not path.resolve().is_relative_to(study.folder.resolve())
         if path.is_symlink() and path.suffix != ".zarr" and is_outside:
             raise VitseeError(
-                f"{path} is a link to {path.resolve()}, outside of the study's folder; remove it, "
-                "or choose another -o"
+                f"{path} is a link to {path.resolve()}, outside of the study's folder; "
+                "remove it, or choose another -o"
             )
     foreign = []
     for output in outputs:
@@ -230,8 +230,8 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
     if foreign:
         pronoun = "it" if len(foreign) == 1 else "them"
         raise VitseeError(
-            f"{abbreviate(foreign)} would be replaced, and {record.path} does not say that this "
-            f"study wrote {pronoun}; move {pronoun} away, or choose another -o"
+            f"{abbreviate(foreign)} would be replaced, and {record.path} does not say "
+            f"that this study wrote {pronoun}; move {pronoun} away, or choose another -o"
         )
 
 

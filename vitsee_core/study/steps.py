@@ -274,8 +274,8 @@ def check_labels(labelled_models: Iterable[tuple[str, str]]) -> dict[str, str]:
         is_reserved = label.endswith(("-train", ".zarr"))
         if not re.fullmatch(r"[\w+][\w.+-]*", label) or is_reserved:
             raise VitseeError(
-                f"{label!r} cannot name a store: expected letters, digits, _, +, . and -, and no "
-                "-train at its end"
+                f"{label!r} cannot name a store: expected letters, digits, _, +, . and "
+                "-, and no -train at its end"
             )
         models[label] = name
     return models

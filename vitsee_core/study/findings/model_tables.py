@@ -99,8 +99,8 @@ class ModelTables:
             MissingInput: these stores are of unchanged models.
         """
         raise MissingInput(
-            f"{self.store(model).label}: it takes stores with the class token replaced: vitsee "
-            "study registers"
+            f"{self.store(model).label}: it takes stores with the class token replaced: "
+            "vitsee study registers"
         )
 
     def importance(self, model: str) -> Table:
@@ -110,7 +110,8 @@ class ModelTables:
             MissingInput: these stores do not say it.
         """
         raise MissingInput(
-            f"{self.store(model).label}: it takes a pass for each head: vitsee head-importance"
+            f"{self.store(model).label}: it takes a pass for each head: vitsee "
+            "head-importance"
         )
 
     def _computed_once(self, key: tuple[str, ...], compute: Callable[[], Table]) -> Table:
@@ -260,7 +261,8 @@ class ModelTables:
         squares = cells(pixels.transpose(0, 2, 3, 1), grid)
         if tokens is None or squares is None:
             raise MissingInput(
-                f"{store.label}: the tokens of {site.name} do not fill {grid[0]} x {grid[1]} places"
+                f"{store.label}: the tokens of {site.name} do not fill {grid[0]} x "
+                f"{grid[1]} places"
             )
         token_means = np.asarray(tokens, np.float64).mean(2)
         squares = np.asarray(squares, np.float64)

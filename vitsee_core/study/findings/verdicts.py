@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -91,17 +91,8 @@ def run(
         else:
             model_stores.append(store)
     stores_of_role = _stores_by_role(model_stores)
-    choices: list[tuple[Finding, dict[str, Store]]] = []
-    left_out = {}
-    for finding in FINDINGS:
-        if findings and finding.name not in findings:
-            continue
-        missing = [role for role in finding.models if role not in stores_of_role]
-        if missing:
-            left_out[finding.name] = f"no store is of a {', '.join(missing)}"
-            continue
-        for chosen in product(*(stores_of_role[role] for role in finding.models)):
-            choices.append((finding, dict(zip(finding.models, chosen, strict=True))))
+    selected = [f for f in FINDINGS if not findings or f.name in findings]
+    choices, left_out = _choose_stores(selected, stores_of_role)
     for line in by_reason(left_out):
         log.info("left out: %s", line)
     if not choices:
@@ -128,6 +119,30 @@ def run(
     if left_out:
         notes["left_out"] = left_out
     return Table.from_rows(rows, COLUMNS, notes)
+
+
+def _choose_stores(
+    findings: Sequence[Finding], stores_of_role: Mapping[str, Sequence[Store]]
+) -> tuple[list[tuple[Finding, dict[str, Store]]], dict[str, str]]:
+    """Return each finding with each choice of stores for its models, and the findings left out.
+
+    Args:
+        findings: in the order of the rows.
+        stores_of_role: a finding's name for a model -> the stores that can stand for it.
+
+    Returns:
+        Pairs of a finding and role -> store; name of a finding -> why no stores are for it.
+    """
+    choices = []
+    left_out = {}
+    for finding in findings:
+        missing = [role for role in finding.models if role not in stores_of_role]
+        if missing:
+            left_out[finding.name] = f"no store is of a {', '.join(missing)}"
+            continue
+        for chosen in product(*(stores_of_role[role] for role in finding.models)):
+            choices.append((finding, dict(zip(finding.models, chosen, strict=True))))
+    return choices, left_out
 
 
 def _measure(

