@@ -113,7 +113,7 @@ options = "--data pictures/val --replace cls@last=mean:a.zarr"
 [stores.b]""",
     ).replace('"cka {both} --sites last", ', '"effect a.zarr new=c.zarr", ')
     recipe = read_recipe(str(written(tmp_path, text)))
-    assert recipe.stores["c"].stores == ["a"]
+    assert recipe.stores["c"].stores_read == ["a"]
     (tmp_path / "pictures" / "val").mkdir(parents=True)
     places = data_places(recipe, str(tmp_path))
     found = plan_recipe(recipe, study(tmp_path / "out"), places)

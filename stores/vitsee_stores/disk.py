@@ -40,7 +40,7 @@ SYNC_THREADS = 16
 RESERVE_BYTES = 1 << 20
 
 _pools: dict[str, ThreadPoolExecutor] = {}
-# `alone`: whether `each` works in this thread (`in_this_thread`).
+# `alone`: whether `each_in_threads` works in this thread (`in_this_thread`).
 _thread = threading.local()
 
 
@@ -75,7 +75,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Return a context in which `each` works in the calling thread.
+    """Return a context in which `each_in_threads` works in the calling thread.
 
     For callers that already use one thread per core.
     """
@@ -87,13 +87,13 @@ def in_this_thread() -> Iterator[None]:
         _thread.alone = outer
 
 
-def each(
+def each_in_threads(
     pool: Callable[[], ThreadPoolExecutor], work: Callable[[T], R], items: Sequence[T]
 ) -> list[R]:
     """Return the results of `work` for all items, in their order.
 
-    A single item runs in the calling thread. The first error is raised once all items have ended,
-    so that no work continues in the background.
+    A single item runs in the calling thread, or all, within `in_this_thread`. The first error is
+    raised once all items have ended, so that no work continues in the background.
 
     Args:
         pool: returns the threads; called if they are needed.

@@ -43,7 +43,7 @@ class Files(ABC):
         return str(self.place)
 
     @abstractmethod
-    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def each_in_threads(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results of `work` for all items, in their order.
 
         Runs on as many threads as help with reading or writing chunks. The first error is raised
@@ -52,7 +52,7 @@ class Files(ABC):
 
     @abstractmethod
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Do the same as `each` for files of a few KB, whose cost is latency alone."""
+        """Do the same as `each_in_threads` for files of a few KB, whose cost is latency alone."""
 
     # reading ----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from vitsee_stores.disk import (
     PARTIAL,
-    each,
+    each_in_threads,
     open_regular,
     partial_name,
     put_if_absent,
@@ -71,9 +71,9 @@ class Folder(Files):
         constructor = partial(Folder, durable=self.durable, parents=self.parents)
         return constructor, (self.place.absolute(),)
 
-    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def each_in_threads(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Use a thread per core."""
-        return each(work_pool, work, items)
+        return each_in_threads(work_pool, work, items)
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Work in the calling thread: handing small files to others costs more than reading."""
@@ -173,7 +173,7 @@ class Folder(Files):
                 write_new(str(path), pieces)
             # Synced before the rename, or a crash could leave a store with empty files.
             if self.durable:
-                each(sync_pool, sync, [*(path for path, _ in paths), *folders])
+                each_in_threads(sync_pool, sync, [*(path for path, _ in paths), *folders])
             os.rename(temporary, self.place)
             if self.durable:
                 sync(self.place.absolute().parent)
@@ -219,7 +219,7 @@ class Folder(Files):
             wait(renames)
         for future in renames:
             future.result()  # raises the error of a sync or rename
-        each(sync_pool, sync, sorted(folders))
+        each_in_threads(sync_pool, sync, sorted(folders))
 
     def remove(self, names: Iterable[str]) -> None:
         """Unlink the files, one after the other."""

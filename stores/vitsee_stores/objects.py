@@ -47,7 +47,7 @@ PART_BYTES = 32 << 20
 ROOT = "zarr.json"
 # The object that `fill` writes last, so that it marks a created store.
 LAST_CREATED = "commits/zarr.json"
-# `is_worker`: whether the thread belongs to the pool of `Objects.each`.
+# `is_worker`: whether the thread belongs to the pool of `Objects.each_in_threads`.
 _thread = threading.local()
 _process: list[int] = []  # pid in which obstore's threads run, once started
 
@@ -67,7 +67,7 @@ class Objects(Files):
         """Leave out obstore's client, which another process cannot use."""
         return {"place": self.place, "_opened": None}
 
-    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def each_in_threads(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Use more threads than cores, also for callers with one thread per core.
 
         After an error nothing more is started.
@@ -96,8 +96,8 @@ class Objects(Files):
         return [future.result() for future in futures]
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Do the same as `each`: a small object takes as long to request as a large one."""
-        return self.each(work, items)
+        """Do the same as `each_in_threads`: a request takes long for a small object, too."""
+        return self.each_in_threads(work, items)
 
     # reading ----------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Objects(Files):
             self.put(name, _concatenate(pieces_by_name[name]))
 
         names = [name for name in pieces_by_name if name not in (ROOT, LAST_CREATED)]
-        self.each(put, names)
+        self.each_in_threads(put, names)
         put(LAST_CREATED)
 
     def sweep_beside(self, chosen: Callable[[str], bool] = lambda path: True) -> None:

@@ -237,7 +237,7 @@ class VerifiedChunks:
         if spec.per in ("image", "slab"):
             slabs = dict.fromkeys(part.chunk[0] for part in parts)
             self._read_rows(spec, [slab for slab in slabs if not skip(slab)])
-        self.files.each(read, parts)
+        self.files.each_in_threads(read, parts)
         return result
 
     def _read_rows(self, spec: ArraySpec, slabs: Iterable[int]) -> None:
@@ -292,7 +292,9 @@ class SlabChecks:
             yield problem
         chunks = self._chunks(slab)
         # chunk -> what is wrong with the end of its file, "" if nothing is
-        end_problems = self.chunks.files.each(partial(self._check_end, row), chunks)
+        end_problems = self.chunks.files.each_in_threads(
+            partial(self._check_end, row), chunks
+        )
         ends = dict(zip(chunks, end_problems, strict=True))
         # Only files whose end is sound are read as a whole.
         to_read = [
@@ -300,7 +302,9 @@ class SlabChecks:
             for chunk, end_problem in ends.items()
             if not end_problem and (self.deep or chunk[0].path in ALWAYS_READ)
         ]
-        checks = self.chunks.files.each(partial(self._check_contents, valid), to_read)
+        checks = self.chunks.files.each_in_threads(
+            partial(self._check_contents, valid), to_read
+        )
         contents = dict(zip(to_read, checks, strict=True))
         for spec, chunks_of_array in itertools.groupby(
             chunks, key=lambda chunk: chunk[0]
@@ -327,7 +331,7 @@ class SlabChecks:
             raise
         except StoreError:
             return False
-        end_problems = self.chunks.files.each(
+        end_problems = self.chunks.files.each_in_threads(
             partial(self._check_end, row), self._chunks(slab)
         )
         return not any(end_problems)

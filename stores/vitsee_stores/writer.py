@@ -358,7 +358,7 @@ class StoreWriter:
                 size = put(chunk_name(job.spec, job.chunk), pieces)
                 return size, checksum(bytes(pieces[-1]))
 
-            written = self.files.each(write, jobs)
+            written = self.files.each_in_threads(write, jobs)
             checksums = self.arrays["checksums"]
             row = np.zeros(checksums.chunks, checksums.dtype)  # (1, chunks of a slab)
             for job, (_, crc) in zip(jobs, written, strict=True):

@@ -180,7 +180,7 @@ def test_after_an_error_nothing_more_is_asked_for(faulty: Proxy, url: str) -> No
         store.files.read("zarr.json", 1 << 20)
 
     with pytest.raises(OSError, match=r"500 .* \(3 tries\)"):
-        store.files.each(fails, items)
+        store.files.each_in_threads(fails, items)
     assert len(asked) < 100
 
 

@@ -239,7 +239,8 @@ def array_script(
     gpu: bool = True,
     shard: str = "slurm",
 ) -> str:
-    """Return the bash script of a job array that fills one store.
+    """Return the bash script that submits a job array, which fills one store, and a job behind
+    it that validates the store.
 
     Args:
         words: the extraction's command line, without shards.
@@ -251,7 +252,7 @@ def array_script(
         shard: how they divide the slabs, "slurm" or "claims".
 
     Raises:
-        OptionError: a word with a line break.
+        OptionError: a word with a line break, tab or other unprintable character.
     """
     for text in (*words, store, folder):
         if not text.isprintable():
@@ -282,7 +283,7 @@ def array_script(
 
 
 def plan_array(words: Sequence[str], request: Request, shard: str = "slurm") -> str:
-    """Return the script of a job array for an extraction.
+    """Return the script that submits the job array of an extraction, as `array_script` makes it.
 
     The images are counted and the model's name is looked up, so that mistakes are found before they
     wait in a queue; no model is built, and nothing is written.

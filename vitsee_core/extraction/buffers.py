@@ -37,6 +37,15 @@ class SlabBuffers:
     """
 
     def __init__(self, plan: StorePlan, pinned: bool):
+        """Take memory for any slab of a store.
+
+        Args:
+            plan: contents of the store.
+            pinned: whether a GPU can copy to the memory asynchronously, until `release`.
+
+        Raises:
+            VitseeError: CUDA refuses to pin so much.
+        """
         specs = {
             path: spec
             for path, spec in arrays(plan).items()
@@ -51,15 +60,16 @@ class SlabBuffers:
             shapes[path] = shape, getattr(torch, spec.dtype)
         self._memory = HostMemory(shapes, pinned=pinned)
         self.arrays: dict[str, Tensor] = {}
-        self._sum_memory: dict[str, Tensor] = {}
+        # Array name -> the row of one slab, at its largest size.
+        self._memory_of_sums: dict[str, Tensor] = {}
         for path, spec in specs.items():
-            tensors = self.arrays if spec.per == "image" else self._sum_memory
+            tensors = self.arrays if spec.per == "image" else self._memory_of_sums
             tensors[path] = self._memory.tensors[path]
         self.unstored: dict[str, Tensor] | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Start a slab: clear the sums."""
+        """Start a slab: forget which sums and peaks have arrived; memory is not zeroed."""
         self.sums: dict[str, Tensor] = {}
         self.peaks: dict[str, Tensor] = {}
         self.done: torch.cuda.Event | None = None
@@ -76,7 +86,7 @@ class SlabBuffers:
 
         A Gram matrix of fewer images than a slab is smaller than its memory.
         """
-        memory = self._sum_memory[path].flatten()
+        memory = self._memory_of_sums[path].flatten()
         self.sums[path] = memory[: shape.numel()].view(shape)
         return self.sums[path]
 

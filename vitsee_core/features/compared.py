@@ -97,7 +97,7 @@ def require_comparable(
 def require_same_transform(
     base: Store, changed: Sequence[Store], allowed: bool, option: str
 ) -> list[str]:
-    """Remarks on stores of one model whose preprocessing is the change that is measured.
+    """Return remarks on stores of one model whose preprocessing is the change that is measured.
 
     Normalisation belongs to the weights that were trained with it: of other weights it may differ.
 
@@ -144,7 +144,7 @@ def require_same_transform(
 
 
 def _other_model(pair: tuple[Store, Store]) -> list[str]:
-    """In words, what differs between the models of two stores beside the size of their input."""
+    """Return in words what differs between the models of two stores beside their input's size."""
     words = []
     ours, theirs = (store.manifest for store in pair)
     sizes = [
@@ -169,7 +169,7 @@ def _other_model(pair: tuple[Store, Store]) -> list[str]:
 
 
 def other_precision(stores: Sequence[Store]) -> list[str]:
-    """A remark where the forward passes of stores were made in different precisions."""
+    """Return a remark if the forward passes of stores were made in different precisions."""
     return [
         f"forward passes of different precision, which decides digits of the features: "
         f"{_by_value(stores, values)}"
@@ -180,8 +180,8 @@ def other_precision(stores: Sequence[Store]) -> list[str]:
 def compared(
     stores: Iterable[Store], tokens: Mapping[str, str] | str, *, asked: str | None = ""
 ) -> dict[str, Any]:
-    """The sidecar's record of a comparison; differences in transform, precision or token are
-    logged.
+    """Return the sidecar's record of a comparison, and log differences in transform, precision
+    or token.
 
     Args:
         stores: any number; one is compared with itself.
@@ -212,7 +212,8 @@ def compared(
 def _without_class_token(
     stores: Sequence[Store], tokens: Mapping[str, str]
 ) -> Iterator[str]:
-    """A remark if the mean replaces a class token that some of the stores have."""
+    """Log and yield a remark for each set of stores that have no class token, where others
+    have one and all are compared by the mean."""
     sites: dict[str, list[str]] = {}
     for site, word in tokens.items():
         layouts = {s.label: s.site(site).layout for s in stores if site in s.sites}
@@ -244,7 +245,7 @@ def _setting(store: Store, field: str) -> Any:
 
 
 def _differences(stores: Sequence[Store], field: str) -> Iterator[tuple[str, list[Any]]]:
-    """(key, value in each store) for everything that differs between them."""
+    """Yield (key, value in each store) for everything that differs between them."""
     settings = [_setting(store, field) for store in stores]
     if None in settings and any(isinstance(setting, Mapping) for setting in settings):
         yield field, ["not known" if setting is None else "known" for setting in settings]
@@ -258,7 +259,7 @@ def _differences(stores: Sequence[Store], field: str) -> Iterator[tuple[str, lis
 
 
 def _by_value(stores: Sequence[Store], values: Sequence[Any]) -> str:
-    """`0.9 (a, b), 0.5 (c)`."""
+    """Return each value with the stores that have it: `0.9 (a, b), 0.5 (c)`."""
     labels: dict[str, list[str]] = {}
     for store, value in zip(stores, values, strict=True):
         labels.setdefault(_text(value), []).append(store.label)
@@ -266,7 +267,7 @@ def _by_value(stores: Sequence[Store], values: Sequence[Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Text, with digests shortened to their first digits."""
+    """Return a value as text, with digests shortened to their first digits."""
     if isinstance(value, str) and len(value) == 64:
         return value[:8]
     return str(value)

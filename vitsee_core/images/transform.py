@@ -307,7 +307,8 @@ def _device_constant(values: tuple[float, ...], device: str) -> torch.Tensor:
 
 
 def _as_pillow_step(step: Any) -> Step | None:
-    """Return a torchvision or timm step as a Pillow step; None if it is unknown here."""
+    """Return a torchvision or timm transform as a `Step`, (name, arguments), that Pillow can do;
+    None for a transform of another kind or with settings not followed here."""
     kind = type(step).__name__
     if kind == "Resize" and step.max_size is None:
         size = (step.size,) if isinstance(step.size, int) else tuple(step.size)

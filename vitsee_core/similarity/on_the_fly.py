@@ -120,9 +120,9 @@ def hsic_on_the_fly(
     stored = device == "cpu" and mults > LARGE
     plan = _divide_work(rows, cols, n, partitions, memory, stored)
     read = partial(
-        matrices,
+        lazy_grams,
         images=images,
-        kept=plan.kept_tiles,
+        kept_tiles=plan.kept_tiles,
         backend=backend,
         progress=progress,
         stored=stored,
@@ -385,20 +385,20 @@ def bytes_per_value(stack: Stack, stored: bool) -> int:
     return 2 if isinstance(stack, TokenStack) else 1  # float16 tokens, uint8 pixels
 
 
-def matrices(
+def lazy_grams(
     stacks: Sequence[Stack],
     images: Integers,
-    kept: int,
+    kept_tiles: int,
     backend: MatmulBackend,
     progress: Progress,
     stored: bool,
 ) -> Iterator[StackGram]:
-    """Yield the Gram matrix of each matrix of the stacks.
+    """Yield, for each representation in the stacks, its Gram matrix, computed when it is read.
 
     Args:
         stacks: of one store.
         images: rows of the store.
-        kept: how many tiles' features stay in memory, at least two.
+        kept_tiles: how many tiles' features stay in memory, at least two.
         backend: multiplies.
         progress: counts the bytes read.
         stored: whether features are kept in their stored type, if possible.
@@ -406,7 +406,7 @@ def matrices(
     for stack in stacks:
         features: Runs
         if stored and StoredRuns.supports(stack):
-            features = StoredRuns(stack, images, kept, backend, progress)
+            features = StoredRuns(stack, images, kept_tiles, backend, progress)
         else:
-            features = Runs(stack, images, kept, backend, progress)
+            features = Runs(stack, images, kept_tiles, backend, progress)
         yield from (StackGram(features, k) for k in range(stack.n_matrices))

@@ -82,7 +82,7 @@ class Command:
         return shlex.join(self.words)
 
     @property
-    def stores(self) -> list[str]:
+    def stores_read(self) -> list[str]:
         """Names of the stores that the command reads."""
         return [name for name in map(store_in, self.words) if name]
 
@@ -102,7 +102,7 @@ class StoreRecipe:
     quick: str = ""
 
     @property
-    def stores(self) -> list[str]:
+    def stores_read(self) -> list[str]:
         """Names of the stores that the options read."""
         return [name for name in map(store_in, shlex.split(self.options)) if name]
 
@@ -283,7 +283,7 @@ def read_recipe(name: str) -> RecipeFile:
     if name.endswith(SUFFIX):
         path = Path(name).expanduser()
     try:
-        return _recipe(name, checked(read_toml(path, name), _File))
+        return _check_file(name, checked(read_toml(path, name), _File))
     except ValueError as error:
         raise RecipeError(f"{name}: {str(error)[:MAX_ERROR_CHARS]}") from None
 
@@ -346,7 +346,7 @@ class _File(Struct, forbid_unknown_fields=True):
     quick: dict[str, str] = {}
 
 
-def _recipe(name: str, file: _File) -> RecipeFile:
+def _check_file(name: str, file: _File) -> RecipeFile:
     """Return the recipe that a file holds, with the texts of its [words] put in.
 
     Args:
@@ -365,12 +365,12 @@ def _recipe(name: str, file: _File) -> RecipeFile:
         check_model_name(fields.quick or fields.model, f"{where}.quick")
         options = _command(fields.options, where, file.words).words
         check_images(options, f"{where}.options")
-        recipe = StoreRecipe(fields.model, shlex.join(options), fields.quick)
-        for other in recipe.stores:
+        store_recipe = StoreRecipe(fields.model, shlex.join(options), fields.quick)
+        for other in store_recipe.stores_read:
             # No store can be made before itself: the order of the file is that of the steps.
             if other not in stores:
                 raise ValueError(f"{where} names {other}.zarr, expected stores above it")
-        stores[store_name] = recipe
+        stores[store_name] = store_recipe
     figures = []
     for i, figure in enumerate(file.figures):
         where = f"figures[{i}]"
@@ -378,7 +378,7 @@ def _recipe(name: str, file: _File) -> RecipeFile:
         for number, command in enumerate(commands):
             check_analysis(command.words, f"{where}.commands[{number}]")
         for command in commands:
-            for other in command.stores:
+            for other in command.stores_read:
                 if other not in stores:
                     raise ValueError(
                         f"{where} names {other}.zarr, expected stores of [stores]"

@@ -124,7 +124,7 @@ class _RecipePlanner:
         # Store -> why it cannot be made, "" if it can. Stores name only those above them.
         lacks: dict[str, str] = {}
         for name, store in self._recipe.stores.items():
-            reasons = [lacks.get(other, ABSENT) for other in store.stores]
+            reasons = [lacks.get(other, ABSENT) for other in store.stores_read]
             reasons.append(self._absent_images(shlex.split(store.options)))
             lacks[name] = next(filter(None, reasons), "")
         for figure in self._recipe.figures:
@@ -282,7 +282,7 @@ class _RecipePlanner:
         store = self._recipe.stores[name]
         words = [self._with_set_folder(word) for word in shlex.split(store.options)]
         # Stores that this one reads, as those of replacements: `=mean:b16.zarr`.
-        read_stores = [self._store_path(other) for other in store.stores]
+        read_stores = [self._store_path(other) for other in store.stores_read]
         for i, word in enumerate(words):
             other = store_in(word)
             if other:

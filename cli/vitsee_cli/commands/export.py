@@ -38,7 +38,7 @@ QUESTION = STORES
 )
 @click.option(
     "--format",
-    "kind",
+    "format_kind",
     type=click.Choice(("file", "saev")),
     default="file",
     show_default=True,
@@ -73,7 +73,7 @@ def command(
     store: StorePath,
     site: str,
     output: Path,
-    kind: str,
+    format_kind: str,
     samples: Path | None,
     tokens: str | None,
     dtype: str,
@@ -94,7 +94,7 @@ def command(
       $ vitsee export b16.zarr blocks.-1.out --tokens cls -o cls.parquet
       $ vitsee export b16.zarr blocks.8.out,blocks.11.out --format saev -o shards/
     """
-    if kind == "file":
+    if format_kind == "file":
         ending_of(output, ENDINGS, "the export")
     elif dtype == "float16":
         raise VitseeError("--dtype float16 with --format saev; its shards are float32")
@@ -102,12 +102,12 @@ def command(
         ending_of(samples, TABLE_ENDINGS, "the table")
         # Both files are checked before either is written.
         new_files = [samples]
-        if kind == "file":
+        if format_kind == "file":
             new_files.append(output)
         check_new_files(new_files, force=force)
     (opened,) = options.open_stores((store,), allow_partial=allow_partial)
     execution = Execution(progress=console.Reporter("export"), **execution_fields)
-    if kind == "saev":
+    if format_kind == "saev":
         shard_folder = export_saev(
             opened, [site], output, tokens=tokens, force=force, execution=execution
         )

@@ -203,12 +203,12 @@ def _store_rows(
     canvas = store.plan.canvas
     # Images at native resolution: each has a grid of its own on the canvas.
     own_grids = canvas is not None and bool(canvas.own_grids)
-    # Several metrics may be made of one array, which is summed up once.
-    arrays = [
-        _array_name(block, metric, own_grids) for block in blocks for metric in metrics
+    # Several metrics may be averaged from the same values, which are summed up once.
+    value_keys = [
+        _values_key(block, metric, own_grids) for block in blocks for metric in metrics
     ]
-    distinct_arrays = tuple(dict.fromkeys(arrays))
-    make = partial(SlabMoments, partial(_read_distances, distinct_arrays))
+    distinct_value_keys = tuple(dict.fromkeys(value_keys))
+    make = partial(SlabMoments, partial(_read_distances, distinct_value_keys))
     summaries = execution.fold(store, make, images).result()
     # Clips may have different frame rates: uniform attention has that of the mean.
     frame_seconds = np.nan
@@ -217,7 +217,7 @@ def _store_rows(
     rows: list[dict[str, Any]] = []
     for metric in metrics:
         for block in blocks:
-            summary = summaries[_array_name(block, metric, own_grids)]
+            summary = summaries[_values_key(block, metric, own_grids)]
             if metric == RELATIVE and not own_grids:
                 summary = _relative_to_uniform(summary, block)
             cells = site_columns(store, block)
@@ -229,8 +229,9 @@ def _store_rows(
     return rows
 
 
-def _array_name(block: StoredAttention, metric: str, own_grids: bool) -> tuple[str, str]:
-    """Return which array a metric is computed from, as `_read_distances` names it: (name, group).
+def _values_key(block: StoredAttention, metric: str, own_grids: bool) -> tuple[str, str]:
+    """Return the key (name, group) of the values that a metric is averaged from;
+    `_read_distances` reads or computes them.
 
     Relative distances are those in pixels over a constant, which is applied to their mean; only
     where images have grids of their own it has to be applied to each image.
@@ -241,17 +242,17 @@ def _array_name(block: StoredAttention, metric: str, own_grids: bool) -> tuple[s
 
 
 def _read_distances(
-    arrays: Sequence[tuple[str, str]], slab: Slab
+    value_keys: Sequence[tuple[str, str]], slab: Slab
 ) -> dict[tuple[str, str], Float]:
-    """Return the arrays of a slab's valid images, (name, group) -> (images, blocks, heads).
+    """Return the values of a slab's valid images, (name, group) -> (images, blocks, heads).
 
     Seconds are frames times each clip's own interval; relative distances are pixels over the
     distance of uniform attention on each image's own grid. Others are stored.
     """
-    stored = [array for array in arrays if array[0] not in (SECONDS, RELATIVE)]
+    stored = [key for key in value_keys if key[0] not in (SECONDS, RELATIVE)]
     distances: dict[tuple[str, str], Float] = read_heads(stored, slab)
     seconds = slab.store.seconds[slab.rows][slab.valid].astype(np.float64)
-    for name, group in arrays:
+    for name, group in value_keys:
         if name == SECONDS:
             frames = slab.attention("distance_frames", group)[slab.valid]
             distances[name, group] = frames * seconds[:, np.newaxis, np.newaxis]

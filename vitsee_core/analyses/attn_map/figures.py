@@ -103,7 +103,7 @@ def draw_images(table: Table, scale: str) -> Figure:
             box = next(next_box)
             (axes,) = tile_grid(query.tiles).axes(box)
             title = f"attention of the {token_words(query.token)}"
-            if query.heads:
+            if query.is_single_layer:
                 title += f" in {site_words(rows['site'][0])}"
             name_part(box, f"{title}, by head")
             limits = value_range([query.tiles])
@@ -112,17 +112,28 @@ def draw_images(table: Table, scale: str) -> Figure:
             if cell is not None:
                 mark_cell(axes, query.tiles, cell)
             add_bar(axes, drawn, "attention", scale)
-            if query.heads:
+            if query.is_single_layer:
                 _number_heads(axes, query.tiles, query.heads)
     return figure
 
 
 class QueryTiles(NamedTuple):
-    """The maps of one query of an image."""
+    """The maps of one query of an image.
+
+    Attributes:
+        token: name of the query.
+        tiles: the maps; the heads of a single layer are wrapped into lines.
+        heads: numbers of a single layer's heads, in the tiles' order; [] for several layers.
+    """
 
     token: str
     tiles: Tiles
-    heads: list[int]  # of a single layer, wrapped into lines; else empty
+    heads: list[int]
+
+    @property
+    def is_single_layer(self) -> bool:
+        """Whether the maps are of one layer."""
+        return len(self.heads) > 0
 
 
 def _query_tiles(rows: pl.DataFrame) -> list[QueryTiles]:

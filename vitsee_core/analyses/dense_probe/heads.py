@@ -36,7 +36,7 @@ ROWS_AT_ONCE = 1 << 16  # patches of the bank whose distances are in memory
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Identifies a head.
+    """Identifies a trained probe or a baseline.
 
     Attributes:
         probed: name of the probed site or sites; for a baseline the key of the grid.
@@ -62,9 +62,10 @@ class Head(Protocol):
 
 
 class Trained(NamedTuple):
-    """The trained probes of a pair of stores, and notes on the training for a table."""
+    """The trained probes and baselines of a pair of stores, and notes on the training for a
+    table."""
 
-    heads: dict[HeadKey, Head]
+    probes: dict[HeadKey, Head]
     notes: dict[str, object]
 
 

@@ -334,7 +334,7 @@ class Truth:
         store: the store.
         maps: the class maps or depth maps.
         mask: (images,) which rows of the store have a map.
-        numbers: row -> the number of its map.
+        map_number_of_row: row of the store -> the number of its map.
         layouts: key that sites share -> the layout of their tokens on the input.
         resolution: where pixels are counted, one of `RESOLUTIONS`.
         eigen_crop: count only pixels in the crop of Eigen et al. 2014.
@@ -343,7 +343,7 @@ class Truth:
     store: Store
     maps: ClassMaps | DepthMaps
     mask: Mask
-    numbers: Mapping[int, int]
+    map_number_of_row: Mapping[int, int]
     layouts: Mapping[str, TokenLayout]
     resolution: str
     eigen_crop: bool = False
@@ -376,7 +376,7 @@ class Truth:
             )
         n_selected = int((rows.mask & store.valid).sum())
         maps = oriented_as(transform, maps)
-        matched, numbers = match_rows(store, maps, rows)
+        matched, map_numbers = match_rows(store, maps, rows)
         # Tried on one image, so that a transform that cannot be followed is an error at
         # once.
         try:
@@ -397,7 +397,9 @@ class Truth:
             store=store,
             maps=maps,
             mask=mask,
-            numbers=dict(zip(matched.tolist(), numbers.tolist(), strict=True)),
+            map_number_of_row=dict(
+                zip(matched.tolist(), map_numbers.tolist(), strict=True)
+            ),
             layouts=layouts,
             resolution=resolution,
             eigen_crop=eigen_crop,
@@ -411,14 +413,17 @@ class Truth:
         return Rows(self.mask, 0, "with a map")
 
     def labels(self, row: int) -> Labels:
-        """Return the labels of an original image, (height, width).
+        """Return the labels of one image at its original size, (height, width): uint8 classes,
+        or float32 depths.
+
+        row: of the store.
 
         Raises:
             VitseeError: the map cannot be read, or is not of its image's size.
         """
-        number = self.numbers[row]
-        path = self.maps.where(number)
-        labels: Labels = self.maps.read(number)
+        map_number = self.map_number_of_row[row]
+        path = self.maps.where(map_number)
+        labels: Labels = self.maps.read(map_number)
         if self.eigen_crop:
             labels = crop_as_eigen(path, labels)
         file = str(self.store.samples.file[row])

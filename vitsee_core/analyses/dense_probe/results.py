@@ -82,7 +82,8 @@ class PairOfStores:
 
     Attributes:
         settings: the choices of the run.
-        patches: the patch tokens that each probe reads, in the training store.
+        all_probed_tokens: a reader for each probed site, or for the sites that are probed
+            together, of their patch tokens in the training store.
         train: the training images with their labels.
         test: the test images with their labels.
     """
@@ -92,24 +93,29 @@ class PairOfStores:
         missing."""
         self.settings = settings
         sites = grid_sites(pair.train, settings.sites)
-        self.patches = probed_patches(pair.train, sites, settings.concat)
-        test_patches = [Patches.of(pair.test, patches.sites) for patches in self.patches]
+        self.all_probed_tokens = probed_patches(pair.train, sites, settings.concat)
+        test_tokens = [
+            Patches.of(pair.test, train_tokens.sites)
+            for train_tokens in self.all_probed_tokens
+        ]
         self.train = SplitImages.of(
             pair.train,
             pair.train_rows,
-            self.patches,
+            self.all_probed_tokens,
             task=settings.task,
             resolution=settings.solver.resolution,
         )
         self.test = SplitImages.of(
             pair.test,
             pair.test_rows,
-            test_patches,
+            test_tokens,
             task=settings.task,
             resolution=settings.solver.resolution,
             eigen_crop=settings.eigen_crop,
         )
-        for train_site, test_site in zip(self.patches, test_patches, strict=True):
+        for train_site, test_site in zip(
+            self.all_probed_tokens, test_tokens, strict=True
+        ):
             train_site.check_alike(test_site)
 
     @property
@@ -121,7 +127,7 @@ class PairOfStores:
         if solver.balanced:
             n_read += self.train.n_images  # a pass before, which counts the classes
         if solver.name == SGD:
-            n_read += solver.steps * BATCH * len(self.patches)
+            n_read += solver.steps * BATCH * len(self.all_probed_tokens)
         return n_read
 
     def probe(self, execution: Execution) -> TrainedProbes:
@@ -140,12 +146,12 @@ class PairOfStores:
         else:
             trained = train_from_bank(self.train, solver, execution)
         # With a single class there is nothing to tell apart.
-        for head in trained.heads.values():
-            if isinstance(head, ClassHead):
-                self.train.require_classes(head.classes, "training")
-        counts, blocks = score_heads(
+        for probe in trained.probes.values():
+            if isinstance(probe, ClassHead):
+                self.train.require_classes(probe.classes, "training")
+        counts, blocks = score_probes(
             self.test,
-            trained.heads,
+            trained.probes,
             self.settings.metrics,
             execution,
             one_slab_at_a_time=solver.of_neighbours,
@@ -159,8 +165,8 @@ class TrainedProbes:
 
     Attributes:
         work: the pair of stores.
-        trained: the trained heads, and notes on the training.
-        counts: tally of each head's predictions on the test images.
+        trained: the trained probes and the baselines, and notes on the training.
+        counts: tally of what each of them predicts of the test images.
         blocks: jackknife blocks of the test images.
     """
 
@@ -172,16 +178,16 @@ class TrainedProbes:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the model's sites, then those of the baselines at each of
         them."""
-        for patches in self.work.patches:
-            site_cells = site_columns(self.work.test.store, patches)
-            yield from self._site_rows(patches, site_cells, baseline="")
+        for probed_tokens in self.work.all_probed_tokens:
+            site_cells = site_columns(self.work.test.store, probed_tokens)
+            yield from self._site_rows(probed_tokens, site_cells, baseline="")
         # A chosen l2 differs from site to site; baselines have none of their own.
         several_l2s = len(self.work.settings.solver.l2s) > 1
-        for patches in self.work.patches:
-            grid = self.work.test.grids[patches.name]
-            site_cells = site_columns(self.work.test.store, patches)
+        for probed_tokens in self.work.all_probed_tokens:
+            grid = self.work.test.grids[probed_tokens.name]
+            site_cells = site_columns(self.work.test.store, probed_tokens)
             # A baseline is repeated beside each row that it is compared with.
-            for key in self._keys(patches):
+            for key in self._keys(probed_tokens):
                 for name in self.work.settings.task.baselines:
                     cells = {
                         **site_cells,
@@ -196,7 +202,7 @@ class TrainedProbes:
         it."""
         tallies = [tally for key, tally in self.counts.items() if not key.baseline]
         label = self.work.test.store.label
-        # Remarks are on labels, which are the same for every head.
+        # Remarks are on labels, which are the same for every probe.
         remarks = self.work.settings.task.remarks(tallies[0])
         return [f"{label}: {remark}" for remark in remarks]
 
@@ -207,16 +213,19 @@ class TrainedProbes:
         Raises:
             VitseeError: this model lacks a site of the trained one.
         """
-        untrained_patches = {patches.name: patches for patches in self.work.patches}
-        for patches in trained.work.patches:
-            if patches.name not in untrained_patches:
+        untrained_tokens = {
+            probed_tokens.name: probed_tokens
+            for probed_tokens in self.work.all_probed_tokens
+        }
+        for probed_tokens in trained.work.all_probed_tokens:
+            if probed_tokens.name not in untrained_tokens:
                 label = self.work.train.store.label
                 raise VitseeError(
-                    f"{label} lacks the site {patches.name}, which is probed"
+                    f"{label} lacks the site {probed_tokens.name}, which is probed"
                 )
-            site_cells = site_columns(trained.work.test.store, patches)
+            site_cells = site_columns(trained.work.test.store, probed_tokens)
             yield from self._site_rows(
-                untrained_patches[patches.name], site_cells, baseline=UNTRAINED
+                untrained_tokens[probed_tokens.name], site_cells, baseline=UNTRAINED
             )
 
     def example_pictures(self, n: int, data: str | None) -> list[dict[str, Any]]:
@@ -228,14 +237,20 @@ class TrainedProbes:
         qualities = [self.work.settings.task.quality(self.counts[key]) for key in keys]
         # A quality is NaN if no class occurs.
         best = keys[int(np.nanargmax(qualities))]
-        head = self.trained.heads[best]
-        return picture_examples(self.work.test, best, head, n, data)
+        best_probe = self.trained.probes[best]
+        return picture_examples(self.work.test, best, best_probe, n, data)
 
     def _site_rows(
-        self, patches: Patches, site_cells: Mapping[str, Any], baseline: str
+        self, probed_tokens: Patches, site_cells: Mapping[str, Any], baseline: str
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of all heads of a site."""
-        for key in self._keys(patches):
+        """Yield the rows of all probes of a site.
+
+        Args:
+            probed_tokens: reader of the patch tokens that these probes read.
+            site_cells: the columns that describe the site.
+            baseline: "" for the model itself, "untrained" for an untrained model's probes.
+        """
+        for key in self._keys(probed_tokens):
             cells = {
                 **site_cells,
                 "baseline": baseline,
@@ -244,18 +259,21 @@ class TrainedProbes:
             }
             yield from self._metric_rows(key, cells)
 
-    def _keys(self, patches: Patches) -> list[HeadKey]:
-        """Return the keys of a site's heads: one for each l2 or k."""
+    def _keys(self, probed_tokens: Patches) -> list[HeadKey]:
+        """Return the keys of the probes of a site: one for each l2 or k."""
         return [
             key
-            for key in self.trained.heads
-            if key.probed == patches.name and not key.baseline
+            for key in self.trained.probes
+            if key.probed == probed_tokens.name and not key.baseline
         ]
 
     def _metric_rows(
         self, key: HeadKey, cells: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of one head, one per metric; cells: those that they share."""
+        """Yield the rows of one probe or baseline, one per metric.
+
+        cells: the columns that these rows share.
+        """
         settings = self.work.settings
         for metric_cells in settings.task.cells(
             self.counts[key], settings.metrics, settings.per_class
@@ -265,17 +283,17 @@ class TrainedProbes:
 
 @dataclass(frozen=True)
 class Testing:
-    """The test images, the heads that predict them, and what is measured."""
+    """The test images, the probes and baselines that predict them, and what is measured."""
 
     images: SplitImages
-    heads: Mapping[HeadKey, Head]
+    probes: Mapping[HeadKey, Head]
     metrics: Sequence[str]
     blocks: Blocks
 
 
 @dataclass
-class HeadCounts(Sums[Testing]):
-    """The tallies of all heads."""
+class ProbeCounts(Sums[Testing]):
+    """The tallies of all probes and baselines."""
 
     counts: dict[HeadKey, Tally] = field(default_factory=dict)
 
@@ -283,60 +301,63 @@ class HeadCounts(Sums[Testing]):
         """Predict and count the images of a slab."""
         assert self.work is not None
         images = self.work.images
-        heads = self.work.heads
+        probes = self.work.probes
         rows = counted_rows(slab)
-        # For each image: grid -> its labelled pixels. Read once for all heads.
+        # For each image: grid -> its labelled pixels. Read once for all probes.
         pixels_of_images = [images.truth.pixels(row) for row in rows]
-        for key in heads:
+        for key in probes:
             if key.baseline:
                 for row, pixels in zip(rows, pixels_of_images, strict=True):
                     no_tokens = np.zeros((0, 0, 0))
                     self._count(key, row, no_tokens, pixels[key.probed])
-        for site, patches in images.features.items():
-            keys = [key for key in heads if key.probed == site and not key.baseline]
+        for site, probed_tokens in images.features.items():
+            keys = [key for key in probes if key.probed == site and not key.baseline]
             grid = images.grids[site]
             for row, x, pixels in zip(
-                rows, patches.of_slab(slab), pixels_of_images, strict=True
+                rows, probed_tokens.of_slab(slab), pixels_of_images, strict=True
             ):
-                tokens = x.astype(np.float64).reshape(*patches.grid, patches.dim)
+                tokens = x.astype(np.float64).reshape(
+                    *probed_tokens.grid, probed_tokens.dim
+                )
                 for key in keys:
                     self._count(key, row, tokens, pixels[grid])
 
     def _count(self, key: HeadKey, row: int, tokens: Float, pixels: Pixels) -> None:
-        """Count what one head predicts of one image, from its tokens (rows, cols, dim)."""
+        """Count what one probe or baseline predicts of one image, from its tokens (rows, cols,
+        dim)."""
         assert self.work is not None
         blocks = self.work.blocks
         if key not in self.counts:
             task = self.work.images.task
             self.counts[key] = task.tally(self.work.metrics, blocks.n)
-        prediction = self.work.heads[key].predict(tokens, pixels)
+        prediction = self.work.probes[key].predict(tokens, pixels)
         self.counts[key].count(int(blocks.of_rows[row]), prediction, pixels)
 
 
-def score_heads(
+def score_probes(
     images: SplitImages,
-    heads: dict[HeadKey, Head],
+    probes: dict[HeadKey, Head],
     metrics: Sequence[str],
     execution: Execution,
     *,
     one_slab_at_a_time: bool,
 ) -> tuple[dict[HeadKey, Tally], Blocks]:
-    """Return a tally of what each head predicts of the test images, and the jackknife's
-    blocks.
+    """Return a tally of what each probe and baseline predicts of the test images, and the
+    jackknife's blocks.
 
     Args:
         images: the test images.
-        heads: the trained probes and the baselines.
+        probes: the trained probes and the baselines.
         metrics: names of the metrics.
         execution: seed, threads and memory.
-        one_slab_at_a_time: work in this process alone, as a head takes all threads, or is
+        one_slab_at_a_time: work in this process alone, as a probe takes all threads, or is
             too large to be sent to another process.
 
     Raises:
         VitseeError: no pixel of the test images counts, or all are of one class.
     """
     blocks = Blocks.of(images.store, images.truth.mask, execution.seed)
-    make = partial(HeadCounts, Testing(images, heads, metrics, blocks))
+    make = partial(ProbeCounts, Testing(images, probes, metrics, blocks))
     if one_slab_at_a_time:
         serial = replace(execution, map=None, jobs=1)
         counts = serial.fold(

@@ -104,7 +104,8 @@ def run(
         stores: stores with attention summaries. Others are left out, as long as one has them.
         sites: patterns of the blocks whose heads are classified.
         thresholds: the limits of the classes.
-        radius: cells on each side of the middle of the focus.
+        radius: cells on each side of the middle of the focus, a square of side 2 radius + 1 that
+            starts at the aligned map's largest cell.
         execution: images, seed and parallel work.
 
     Raises:
@@ -152,6 +153,7 @@ def run(
             rows += _time_rows(store, example)
         changed_shares = _changed_shares(heads)
         notes["images"][store.label] = image_rows.describe()
+        # Not blocks of the model: the parts of the images that the jackknife leaves out.
         notes["blocks"][store.label] = len(sums.n_images)
         notes["changed"][store.label] = changed_shares
         log.info("%s: %s", store.label, _describe_sensitivity(heads, changed_shares))

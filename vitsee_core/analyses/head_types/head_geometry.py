@@ -225,7 +225,7 @@ def measure(p: Float, radius: int = 2, window: tuple[int, int] | None = None) ->
 
     Args:
         p: (2 rows - 1, 2 cols - 1) a head's attention by offset from query to key, of mass 1.
-        radius: cells on each side of the middle of the focus.
+        radius: cells on each side of the middle of the focus, a square of side 2 radius + 1.
         window: rows and columns of cells of the windows in which queries see keys; None if they
             see the whole image.
     """

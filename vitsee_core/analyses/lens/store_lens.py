@@ -104,15 +104,16 @@ def _readable_sites(
 
 
 class StoreLens:
-    """Computes the rows of one store's sites.
+    """Computes the table's rows of one store, site by site.
 
     Attributes:
         store: the store.
         head: its classifier.
         rows: its selected images.
         metrics: the metrics that can be had.
-        labels: (images,) block of each image, for intervals.
-        remark: why labels are not used; "" if they are.
+        patches: whether every patch is classified alone, too.
+        block_of_image: (images,) the jackknife's block of each image, for intervals.
+        remark: why class labels are not used; "" if they are.
         n_classes: number of classes of the classifier.
     """
 
@@ -125,7 +126,16 @@ class StoreLens:
         metrics: Sequence[str],
         patches: bool,
     ) -> None:
-        """Find out which metrics can be had.
+        """Find out which metrics of a store can be had.
+
+        Args:
+            store: the store.
+            head: its classifier.
+            rows: its selected images.
+            execution: seed of the jackknife's blocks, threads and progress.
+            metrics: the requested metrics; empty for all that can be had.
+            patches: whether every patch is classified alone, too, for rows of each patch and
+                of their mean.
 
         Raises:
             VitseeError: a requested metric needs labels, which are missing or not the classes of
@@ -140,7 +150,7 @@ class StoreLens:
         mask = rows.mask & store.valid
         # A shuffled store is in random order already; others are dealt to blocks by the seed.
         block_seed = None if store.shuffled else execution.seed
-        self.labels = block_labels(int(mask.sum()), block_seed)
+        self.block_of_image = block_labels(int(mask.sum()), block_seed)
         self.remark = why_not_own(store, mask, self.n_classes)
         if self.remark:
             unavailable = {*metrics} & {*LABEL_METRICS}
@@ -178,7 +188,7 @@ class StoreLens:
         for metric in self.metrics:
             # (images, 1 + patches)
             values = np.concatenate([scores[metric] for scores in scores_of_slabs])
-            pooled = mean_cells(values[:, 0], self.labels)
+            pooled = mean_cells(values[:, 0], self.block_of_image)
             rows.append({"metric": metric, **pooled})
             if self.patches:
                 assert spec.layout is not None and spec.layout.grid is not None
@@ -201,10 +211,10 @@ class StoreLens:
             values: (images, patches).
             n_columns: columns of the token grid.
         """
-        mean = mean_cells(values.mean(1), self.labels)
+        mean = mean_cells(values.mean(1), self.block_of_image)
         rows: list[Cells] = [{"metric": metric, "token": "patches", **mean}]
         by_patch = np.ascontiguousarray(values.T)  # (patches, images)
-        estimates = statistic(by_patch, "mean", self.labels).estimates()
+        estimates = statistic(by_patch, "mean", self.block_of_image).estimates()
         for t in range(len(by_patch)):
             row, column = divmod(t, n_columns)
             cells = cells_of(estimates, t)

@@ -168,7 +168,7 @@ def centre_side(patch_scores: PatchScores, view: View, layout: TokenLayout) -> i
 
 
 def axis_rows(
-    sums: Sequence[CovarianceSums], axes: PrincipalAxes, n_images: int, jobs: int
+    sums: Sequence[CovarianceSums], axes_of_all: PrincipalAxes, n_images: int, jobs: int
 ) -> list[dict[str, Any]]:
     """Return rows of each axis' share of the variance, then of its agreement between two halves.
 
@@ -177,24 +177,24 @@ def axis_rows(
 
     Args:
         sums: second moments of each block of images.
-        axes: the axes of all images.
+        axes_of_all: the axes of all images.
         n_images: the number of images.
         jobs: threads.
     """
-    k = len(axes.shares)
+    k = len(axes_of_all.shares)
     # Every second block, so that a trend over the images is in both halves.
     half_a = _axes_unless_too_few(sums[0::2], k)
     half_b = _axes_unless_too_few(sums[1::2], k)
     # Shares without each block of images: (blocks, k).
     replicates = np.empty((0, k))
     if len(sums) > 1:
-        shares_without = partial(_shares_without_block, total(sums), axes)
+        shares_without = partial(_shares_without_block, total(sums), axes_of_all)
         replicates = np.array([*thread_map(jobs)(shares_without, sums)])
     share_rows: list[dict[str, Any]] = []
     agreement_rows: list[dict[str, Any]] = []
     for i in range(k):
-        share = float(axes.shares[i])
-        axis_cells = {"component": i + 1, "n_examples": axes.n}
+        share = float(axes_of_all.shares[i])
+        axis_cells = {"component": i + 1, "n_examples": axes_of_all.n}
         share_rows.append(
             {
                 **axis_cells,
@@ -226,12 +226,19 @@ def _axes_unless_too_few(sums: Sequence[CovarianceSums], k: int) -> PrincipalAxe
 
 
 def _shares_without_block(
-    all_sums: CovarianceSums, axes: PrincipalAxes, block: CovarianceSums
+    all_sums: CovarianceSums, axes_of_all: PrincipalAxes, block: CovarianceSums
 ) -> Float:
-    """Return the (k,) shares of variance without a block of images; NaN if too few are left."""
+    """Return the (k,) shares of variance without a block of images: those of axes found anew on
+    the rest; NaN if fewer than two patches are left.
+
+    Args:
+        all_sums: second moments of all images.
+        axes_of_all: the k axes of all images, where the iteration starts.
+        block: second moments of the block.
+    """
     # A copy, from which the block is subtracted: adding up the other blocks would take longer.
     rest = total([all_sums])
     rest.add(block, -1)
     if rest.n > 1:
-        return leading_shares(rest, axes)
-    return np.full(len(axes.shares), np.nan)
+        return leading_shares(rest, axes_of_all)
+    return np.full(len(axes_of_all.shares), np.nan)

@@ -372,11 +372,12 @@ class Scorer:
         n_averaged = n_tokens - tally.first
         failed = tally.failed[seeds, i, tally.first :].any()
         for m, metric in enumerate(tally.metrics):
-            share = tally.share[seeds, i, m] / n_averaged  # (seeds, images)
+            share_by_seed = tally.share[seeds, i, m] / n_averaged  # (seeds, images)
             if failed:
-                share = np.full_like(share, np.nan)
-            without = self.blocks.means_without(share.mean(0, dtype=np.float64))
-            yield {"metric": metric, WORD: without, **_mean_share(share)}
+                share_by_seed = np.full_like(share_by_seed, np.nan)
+            mean_by_image = share_by_seed.mean(0, dtype=np.float64)
+            without = self.blocks.means_without(mean_by_image)
+            yield {"metric": metric, WORD: without, **_mean_share(share_by_seed)}
 
     def _scores_of_probe(
         self, tally: Tally, seeds: Integers, i: int, t: int
@@ -408,7 +409,8 @@ class Scorer:
     def _over_seeds(
         self, right: Integers, n: int, failed: Mask, without: Float | None
     ) -> dict[str, Any]:
-        """Return the value, spread and interval of a share over seeds.
+        """Return the cells of a share of right answers: value and std (n - 1) over seeds, low
+        and high as the mean of the seeds' intervals.
 
         Args:
             right: (seeds,) number of right answers among n.
@@ -443,16 +445,17 @@ def _mean_l2(values: Float) -> float | None:
     return float(np.exp2(np.log2(values).mean()))
 
 
-def _mean_share(share: Float32) -> dict[str, Any]:
-    """Return the value, spread and interval of a mean share.
+def _mean_share(share_by_seed: Float32) -> dict[str, Any]:
+    """Return the cells of a mean share: value and std (n - 1) of the seeds' means over
+    images, low and high as the mean of the seeds' intervals.
 
-    share: (seeds, images), the share of the patches' probes that are right about each
-    image.
+    share_by_seed: (seeds, images), the share of the patches' probes that are right about
+    each image.
     """
     moments = Moments()
-    moments.add(share.T)
+    moments.add(share_by_seed.T)
     summary = moments.summary()
-    n = share.shape[1]
+    n = share_by_seed.shape[1]
     standard_error = summary.std / np.sqrt(n)
     low, high = share_interval(summary.mean, standard_error, n)
     return _summary(summary.mean, low, high, n)

@@ -302,7 +302,7 @@ def _index_all(request: SourceRequest, tars: MatchedFiles) -> list[TarIndex]:
     cached = _read_cache(cache_file)
     read_anew = list[str]()
     with counting(request.progress, len(tars.names), "tar files") as progress:
-        stamped_indexes = tars.files.each(read, tars.names)
+        stamped_indexes = tars.files.each_in_threads(read, tars.names)
     if read_anew and time.monotonic() - began > CACHE_AFTER_SECONDS:
         _write_cache(cache_file, dict(zip(tars.names, stamped_indexes, strict=True)))
     return [index for _, index in stamped_indexes]

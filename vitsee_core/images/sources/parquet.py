@@ -116,7 +116,7 @@ def open_parquet(request: SourceRequest, matched: MatchedFiles) -> ImageSource:
 
     names = sorted(matched.names)
     with counting(request.progress, len(names), "parquet files") as progress:
-        indexes = matched.files.each(read, names)
+        indexes = matched.files.each_in_threads(read, names)
     columns = indexes[0].columns
     for name, index in zip(names, indexes, strict=True):
         if index.columns != columns:

@@ -161,7 +161,8 @@ class Changes:
         self.rows = np.arange(rows.start, rows.stop)
 
     def check(self) -> None:
-        """Check the last pass.
+        """Check that each block with blocked attention called it once in the last pass, and
+        reset the counts.
 
         Raises:
             CaptureError: a changed block called its attention more often than once, or never.

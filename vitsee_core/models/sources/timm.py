@@ -183,7 +183,11 @@ class TimmSource(Source):
     def pretrained_record(
         self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the record of `Source`; a name without a tag stands for the tag recorded here."""
+        """Return the entries of `LoadedModel.weights` for the model's own weights: `source`,
+        `pretrained` (ARCHITECTURE.TAG), `folder`, timm's `notes`, and what was fitted.
+
+        A name without a tag stands for the tag recorded here; a folder has no `pretrained`.
+        """
         record = _pretrained_name(module, self.full)
         if self.name.startswith(FOLDER):
             folder = Path(self.name.removeprefix(FOLDER)).expanduser()
