@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.every_command import TABLES, vitsee, write_everything
 from tests.processes import Server, server
 from tests.recipes import make_first_look
 from vitsee_cli import console
-from vitsee_core.runtime import progress
+from vitsee_core.runtime import progress, registry
 from vitsee_stores import StoreWriter
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
 from vitsee_stores.manifest import new_manifest
@@ -31,6 +32,22 @@ from vitsee_stores.samples import Samples
 # by a test file, and inherited by the processes that tests start.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Guests that happen to be installed beside vitsee: tests are about vitsee's own analyses, and about
+# the guests that they install themselves. Hidden while tests are collected, too: some are
+# parametrised by all analyses.
+INSTALLED_GUESTS = {(entry.name, entry.value) for entry in registry._entry_points()}
+_all_entry_points = registry._entry_points
+
+
+def _entry_points_of_tests() -> list[EntryPoint]:
+    """Return the entry points of guests, without those that are installed."""
+    entries = _all_entry_points()
+    return [e for e in entries if (e.name, e.value) not in INSTALLED_GUESTS]
+
+
+registry._entry_points = _entry_points_of_tests
+registry._guests_and_refusals.cache_clear()
 
 MEMORY = Path("/dev/shm")  # where Linux has a file system in memory
 
