@@ -108,7 +108,11 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
 
 
 def _ids_in_columns(columns: Columns, path: Path) -> list[str]:
-    """Return the ids of a table as text; raise a VitseeError if a row has none."""
+    """Return the ids of a table as text, numbers as they were read.
+
+    Raises:
+        VitseeError: a row has no id.
+    """
     ids = columns[ID]
     if None in ids:
         raise VitseeError(
@@ -118,7 +122,11 @@ def _ids_in_columns(columns: Columns, path: Path) -> list[str]:
 
 
 def _labels_in_columns(columns: Columns, path: Path) -> list[str] | None:
-    """Return the labels of a table as text, "" for none; None without a column of labels."""
+    """Return the labels of a table as text, "" for none; None without a column of labels.
+
+    Raises:
+        VitseeError: a label that is neither a text nor a number.
+    """
     if LABEL not in columns:
         return None
     try:
@@ -156,7 +164,13 @@ def _read_npz(path: Path) -> Arrays:
 
 
 def _read_torch_file(path: Path) -> Arrays:
-    """Return the tensors of a file of `torch.save`; other values in its dictionary are skipped."""
+    """Return the tensors of a file of `torch.save`; other values in its dictionary are skipped.
+
+    No code of the file is run.
+
+    Raises:
+        VitseeError: another content, or a tensor of more numbers than the file has.
+    """
     # Imported here, as torch takes seconds to load and other files do not need it.
     import torch
 
@@ -199,7 +213,13 @@ def _read_safetensors(path: Path) -> Arrays:
 
 
 def _read_delimited_columns(path: Path) -> Columns:
-    """Return the columns of a .csv or .tsv: numbers where all cells are numbers, else text."""
+    """Return the columns of a .csv or .tsv: numbers where all cells are numbers, else text.
+
+    Columns about the images, as `vitsee export` names them, are text in any case.
+
+    Raises:
+        VitseeError: no rows, a column without a name, or a column of numbers with an empty cell.
+    """
     # Cells are read as text, because ids such as 007 must keep their zeros.
     frame, decimal_comma = read_cells(
         path,
@@ -241,6 +261,9 @@ def _read_table_arrays(path: Path) -> Arrays:
     """Return the arrays of a table: one per column of lists, and one of all columns of numbers.
 
     The latter is named like the file, and its entries are in the order of the columns.
+
+    Raises:
+        VitseeError: a cell that is not a number, or lists of different lengths.
     """
     columns = _TABLE_READERS[path.suffix.lower()](path)
     ids = _ids_in_columns(columns, path) if ID in columns else None

@@ -182,6 +182,12 @@ def _order_images(
 ) -> _ImportedImages:
     """Return the images: those of `like` in its order, else those of the rows.
 
+    Args:
+        n_rows: rows of the arrays.
+        files: the files, whose tables may have ids and labels.
+        id_path: the file of ids, which replace those of the tables.
+        like: the store of the same images, if any.
+
     Raises:
         VitseeError: no ids, another number of ids than of rows, or an id twice.
     """
@@ -228,6 +234,9 @@ def _images_of_store(like: Store, n_rows: int, ids: list[str] | None) -> _Import
     """Return the images of a store in its order, with the arrays' row of each.
 
     Without ids the rows are the store's images, or its valid ones, in its order.
+
+    Raises:
+        VitseeError: another number of rows, or ids of which the store has none.
     """
     samples = like.samples
     rows = np.full(len(samples), -1, np.int64)
@@ -332,6 +341,13 @@ def _token_layout(
     like: Store | None,
 ) -> TokenLayout:
     """Return the layout of an array's tokens; its stride in pixels is known from `like` alone.
+
+    Args:
+        name: the site, for messages.
+        n_tokens: the tokens of an image.
+        prefix: kinds of the tokens before the patches.
+        grid: rows and columns of the patches; None for a square.
+        like: the store of the same images, if any.
 
     Raises:
         VitseeError: the array has another number of tokens than the prefix and the grid.

@@ -248,7 +248,15 @@ def _fields_from_tensors(path: Path, tensors: Tensors, header: FileFields) -> Fi
 
 
 def _autoencoder_fields(path: Path, tensors: Tensors, header: FileFields) -> FileFields:
-    """Return the fields in a file with the tensor names of saev, SAELens and vitsee."""
+    """Return the fields of `Dictionary` in a file with the tensor names of saev and SAELens.
+
+    vitsee's own files have them too. Biases that a file lacks are 0, which is logged.
+
+    Args:
+        path: the file, for messages.
+        tensors: its tensors by name.
+        header: what it, or the file beside it, says by its trainer's name.
+    """
     names = {"W_dec": "w_dec", "b_dec": "b_dec", "W_enc": "w_enc", "b_enc": "b_enc"}
     fields: FileFields = {
         field: tensors[name] for name, field in names.items() if name in tensors
@@ -289,7 +297,14 @@ def _autoencoder_fields(path: Path, tensors: Tensors, header: FileFields) -> Fil
 
 
 def _saev_fields(header: FileFields) -> FileFields:
-    """Return the fields that saev's configuration states; raise VitseeError if unsupported."""
+    """Return the fields of `Dictionary` that saev's configuration says.
+
+    Args:
+        header: the line of JSON before the tensors.
+
+    Raises:
+        VitseeError: an activation that is not supported.
+    """
     activation = header.get("cfg", {}).get("activation", {})
     kind = activation.get("cls")
     parameters = activation.get("params", {})
@@ -341,7 +356,13 @@ def _saelens_fields(cfg: FileFields, fields: FileFields) -> FileFields:
 
 
 def _overcomplete_fields(path: Path, tensors: Tensors) -> FileFields:
-    """Return the fields in a file of overcomplete; raise VitseeError if it is not supported."""
+    """Return the fields of `Dictionary` in a file of overcomplete.
+
+    The kind is known only from thresholds; the user gives it for files without.
+
+    Raises:
+        VitseeError: an encoder that is not a single linear layer.
+    """
     weights = tensors["dictionary._weights"]
     if weights.ndim != 2:
         raise VitseeError(

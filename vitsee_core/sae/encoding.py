@@ -119,8 +119,7 @@ def encode_store(
         names: site -> the dictionary's name in the column `weights`.
         dtype: the type of the stored codes of tokens, "float32" or "float16".
         force: whether an existing store is removed first.
-        command: the command, for the store's provenance.
-        execution: device and memory.
+        command: for the store's provenance.
 
     Returns:
         The store of codes, and a table with a row for each site and metric: `r2`, `l0` and
@@ -161,7 +160,6 @@ def encode_store(
     sums = _write_codes(
         store,
         encodings,
-        code_sites,
         writer,
         device=device,
         command=command,
@@ -174,11 +172,8 @@ def encode_store(
             row = site_columns(store, encoding.site)
             row.update(metric=metric, value=value, n_images=int(store.valid.sum()))
             rows_of_table.append(row)
-    notes = {
-        "codes": str(output),
-        "store": store.label,
-        "dictionaries": dict(names or {}),
-    }
+    notes: dict[str, Any] = {"codes": str(output), "store": store.label}
+    notes["dictionaries"] = dict(names or {})
     return open_store(output), Table.from_rows(rows_of_table, COLUMNS, notes)
 
 
@@ -205,7 +200,6 @@ class _Encoding(NamedTuple):
 def _write_codes(
     store: Store,
     encodings: Mapping[str, _Encoding],
-    code_sites: Sequence[SiteSpec],
     writer: StoreWriter,
     *,
     device: str,
@@ -217,7 +211,6 @@ def _write_codes(
     Args:
         store: the store of tokens.
         encodings: site -> its features and dictionary.
-        code_sites: the sites of codes.
         writer: the store of codes.
         device: where codes are computed.
         command: the command, for the slabs' provenance.
@@ -237,7 +230,7 @@ def _write_codes(
                 tokens[name] = features.of_slab(slab, slice(0, len(features.tokens)))
             for k, rows, among_valid in _code_slabs(slab, writer.plan):
                 arrays = _image_arrays(store, rows)
-                for site in code_sites:
+                for site in writer.plan.sites:
                     # Committed slabs are encoded too, since the metrics are over all images.
                     codes = _encode_and_add(
                         encodings[site.name].dictionary,

@@ -218,74 +218,107 @@ def run(
         )
     if not todo:
         return []
-    failed: dict[int, StepFile] = {}
-    reported: set[tuple[str, str]] = set()  # (stem, reason) of analyses that failed
-    n_begun = 0
-
-    def load_step(file: StepFile) -> LoadedModel:
-        """Return the model with the weights of a checkpoint, under the name of the series."""
-        model = load_model(**{**vars(options), "checkpoint": file.path})
-        return replace(model, name=series.name)
-
-    def make(file: StepFile) -> None:
-        """Make the store of a checkpoint alone."""
-        series.make(load_step(file), file.step)
-
-    def measure(file: StepFile) -> None:
-        """Make the store of a checkpoint and run all analyses on it."""
-        _, failed_analyses = series.measure(
-            load_step(file),
-            file.step,
-            anew=False,
-            cells=lambda: file_cells[file.step],
-        )
-        for stem, why in failed_analyses.items():
-            # Reported once: what a set of images lacks, it lacks at every step.
-            reason = (stem, why.replace(series.store(file.step).stem, ""))
-            if reason not in reported:
-                reported.add(reason)
-                say(f"{series.unit} {file.step}: {stem} failed: {why}")
-
-    def attempt(file: StepFile, work: Callable[[StepFile], None]) -> bool:
-        """Return whether the work succeeds; a failure is recorded and not tried again."""
-        nonlocal n_begun
-        if file.step in failed:
-            return False
-        n_begun += 1
-        try:
-            with without_remarks(n_begun > 1):
-                work(file)
-        except VitseeError as error:
-            status = DIVERGED if isinstance(error, NotFinite) else FAILED
-            series.record(file.step, status, str(error), **file_cells[file.step])
-            say(f"{series.unit} {file.step}: {status}: {error}")
-            failed[file.step] = file
-        return file.step not in failed
-
-    def make_reference(against: str, candidates: Sequence[StepFile]) -> None:
-        """Make the store that all steps are compared with: of the first sound candidate."""
-        is_needed = any(measurement.against == against for measurement in series.analyses)
-        if not is_needed or against in series.ends:
-            return
-        for file in candidates:
-            if attempt(file, make):
-                series.keep_as(against, file.step)
-                return
-
+    work = CheckpointRun(series, options, file_cells, say)
     # Before the others, which are compared with them.
-    make_reference(FIRST, files)
-    make_reference(LAST, files[::-1])
+    work.make_reference(FIRST, files)
+    work.make_reference(LAST, files[::-1])
     if series.ends.get(LAST, files[-1].step) < files[-1].step:
         last = series.ends[LAST]
         say(
             f"cka:last compares with {series.unit} {last}, the last one of the first call"
         )
     for number, file in enumerate(todo, 1):
-        if attempt(file, measure):
+        if work.attempt(file, work.measure):
             say(f"[{number}/{len(todo)}] {series.unit} {file.step}: {file.path.name}")
-    return [
-        file for file in failed.values() if file.step not in series.steps_of(DIVERGED)
-    ]
+    diverged = series.steps_of(DIVERGED)
+    return [file for file in work.failed.values() if file.step not in diverged]
+
+
+class CheckpointRun:
+    """Makes and measures the stores of checkpoints, and remembers which of them failed.
+
+    Args:
+        series: the steps.
+        options: the model, without a checkpoint.
+        file_cells: step -> cells of the record that identify its file.
+        say: receives a line for each failure.
+
+    Attributes:
+        failed: step -> its file, which is not tried again.
+    """
+
+    def __init__(
+        self,
+        series: Series,
+        options: ModelOptions,
+        file_cells: Mapping[int, Mapping[str, Any]],
+        say: Callable[[str], object],
+    ) -> None:
+        self.failed: dict[int, StepFile] = {}
+        self._series = series
+        self._options = options
+        self._file_cells = file_cells
+        self._say = say
+        # (stem, reason) of analyses that failed
+        self._reported: set[tuple[str, str]] = set()
+        self._n_begun = 0
+
+    def load(self, file: StepFile) -> LoadedModel:
+        """Return the model with the weights of a checkpoint, under the name of the series."""
+        model = load_model(**{**vars(self._options), "checkpoint": file.path})
+        return replace(model, name=self._series.name)
+
+    def make(self, file: StepFile) -> None:
+        """Make the store of a checkpoint alone."""
+        self._series.make(self.load(file), file.step)
+
+    def measure(self, file: StepFile) -> None:
+        """Make the store of a checkpoint and run all analyses on it."""
+        _, failed_analyses = self._series.measure(
+            self.load(file),
+            file.step,
+            anew=False,
+            cells=lambda: self._file_cells[file.step],
+        )
+        for stem, why in failed_analyses.items():
+            # Reported once: what a set of images lacks, it lacks at every step.
+            reason = (stem, why.replace(self._series.store(file.step).stem, ""))
+            if reason not in self._reported:
+                self._reported.add(reason)
+                self._say(f"{self._series.unit} {file.step}: {stem} failed: {why}")
+
+    def attempt(self, file: StepFile, work: Callable[[StepFile], None]) -> bool:
+        """Return whether the work succeeds; a failure is recorded and not tried again."""
+        if file.step in self.failed:
+            return False
+        self._n_begun += 1
+        try:
+            with without_remarks(self._n_begun > 1):
+                work(file)
+        except VitseeError as error:
+            status = DIVERGED if isinstance(error, NotFinite) else FAILED
+            cells = self._file_cells[file.step]
+            self._series.record(file.step, status, str(error), **cells)
+            self._say(f"{self._series.unit} {file.step}: {status}: {error}")
+            self.failed[file.step] = file
+        return file.step not in self.failed
+
+    def make_reference(self, against: str, candidates: Sequence[StepFile]) -> None:
+        """Make the store that all steps are compared with: that of the first sound candidate.
+
+        Args:
+            against: `FIRST` or `LAST`; nothing is made if no analysis compares with it, or if an
+                earlier call chose it.
+            candidates: the checkpoints, the preferred one first.
+        """
+        analyses = self._series.analyses
+        is_needed = any(measurement.against == against for measurement in analyses)
+        if not is_needed or against in self._series.ends:
+            return
+        for file in candidates:
+            if self.attempt(file, self.make):
+                self._series.keep_as(against, file.step)
+                return
 
 
 def cost_line(

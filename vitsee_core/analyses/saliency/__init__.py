@@ -260,6 +260,11 @@ def attention_to_score(
 ) -> ScoredAttention:
     """Return each block with the tokens whose attention is scored there.
 
+    Args:
+        store: the store, for messages.
+        blocks: its blocks.
+        tokens: some of `TOKENS`; empty for all that a block has.
+
     Raises:
         MissingInput: the class token is asked for and the store does not have one.
     """
@@ -338,7 +343,15 @@ def _overlap_rows(
 def _baseline_summaries(
     store: Store, block: StoredAttention, truth: MaskTruth, mass: float, seed: int
 ) -> dict[str, Summary]:
-    """Return baseline -> its mean over images, on the block's grid of tokens."""
+    """Return baseline -> its mean over images, on the block's grid of tokens.
+
+    Args:
+        store: the store.
+        block: any block of that grid.
+        truth: the masks by tokens.
+        mass: the share of each map that is kept.
+        seed: with an image's index it decides the image's draws.
+    """
     assert block.layout.grid is not None
     labels = truth.labels[block.group][truth.mask]
     # An image's index in its data set seeds its noise, so that it is the same in every store.
@@ -378,7 +391,8 @@ def headline(table: Table) -> list[Answer]:
     for store, rows in by_store(table, metric="iou", best="head", baseline=None):
         # The second extreme is the row with the highest value.
         i = extremes(rows)[1]
-        text = f"the best head covers them to an IoU of {measured(rows, i)}, in {rows['site'][i]}"
+        iou = measured(rows, i)
+        text = f"the best head covers them to an IoU of {iou}, in {rows['site'][i]}"
         # A store has several grids at most: the best baseline of any is named.
         baselines = []
         baseline_groups = by_store(table, store=store, metric="iou", baseline=BASELINES)

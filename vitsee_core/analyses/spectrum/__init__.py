@@ -65,17 +65,24 @@ COLUMNS = (
 TOKENS = ("cls", "mean", "mean-all", "first", "rest", "patches", "prefix", "all")
 
 
+METRICS_OPTION = metrics_option(
+    METRICS,
+    "all that can be had",
+    "twonn needs one vector per image, nc1 to nc4 and cdnv labels too.",
+)
+# Notes of the sidecar.
+TWONN_INTERVAL = (
+    "standard error by batch means: the standard deviation over blocks of images of each "
+    "block's own dimension, / sqrt(blocks); empty below 3 images a block"
+)
+HALVES = "half_a, half_b: of the blocks of images 0, 2, 4, ... and 1, 3, 5, ..."
+CAP = "the largest value that the metric can have with these examples and channels"
+
+
 @analysis
 def run(
     *stores: Store,
-    metrics: Annotated[
-        Sequence[str],
-        metrics_option(
-            METRICS,
-            "all that can be had",
-            "twonn needs one vector per image, nc1 to nc4 and cdnv labels too.",
-        ),
-    ] = (),
+    metrics: Annotated[Sequence[str], METRICS_OPTION] = (),
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     tokens: Annotated[
         str | None, tokens_option(TOKENS, "cls where there is one, else mean")
@@ -96,11 +103,9 @@ def run(
     refused. Time: n D^2 once, and 23 eigendecompositions of min(n, D) per site.
 
     Args:
-        stores: stores, perhaps of different images; `OF_CLASSES` need labels.
+        stores: stores, perhaps of different images; nc1 to nc4 and cdnv need labels.
         metrics: names out of `METRICS`; empty for all that the stores allow.
-        sites: patterns of the sites.
         tokens: which tokens are examples.
-        execution: images, seed and parallel work.
 
     Raises:
         MissingInput: the site is stored pooled only.
@@ -125,10 +130,9 @@ def run(
             work.check(features, execution.budget)
         plans.append((work, list(zip(chosen, all_features, strict=True))))
     for work, site_features in plans:
-        say_cost(
-            [features for _, features in site_features if features.has_tokens],
-            work.rows.n,
-        )
+        # Seconds for vectors, hours for all tokens of many images.
+        with_tokens = [features for _, features in site_features if features.has_tokens]
+        say_cost(with_tokens, work.rows.n)
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
     # Twice: each image is read, and then measured.
@@ -144,13 +148,11 @@ def run(
     notes = {
         "interval": METHODS["jackknife"],
         "interval_of": {m: SIZE_NOTE for m in METRICS if depends_on_size(m)},
-        "twonn_interval": "standard error by batch means: the standard deviation over blocks of "
-        "images of each block's own dimension, / sqrt(blocks); empty below 3 images a "
-        "block",
+        "twonn_interval": TWONN_INTERVAL,
         "nc4_interval": SHARES,
         "std": METHODS["std"],
-        "halves": "half_a, half_b: of the blocks of images 0, 2, 4, ... and 1, 3, 5, ...",
-        "cap": "the largest value that the metric can have with these examples and channels",
+        "halves": HALVES,
+        "cap": CAP,
         "twonn_images": f"at most {MAX_NEIGHBOUR_IMAGES}",
         "remarks": remarks,
         "seed": execution.seed,
