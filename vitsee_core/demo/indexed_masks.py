@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-VOID = 255
+VOID = 255  # pixels that no score counts
 
 
 def palette() -> list[int]:

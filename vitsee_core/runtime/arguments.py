@@ -76,6 +76,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     @wraps(run)
     def run_with_conveniences(*args: Any, **kwargs: Any) -> R_co:
         """Convert the arguments, call `run`, and note in its result how that was made."""
+        # Arrays in place of stores, as a notebook has them.
         if any(hasattr(value, "__array__") for value in args):
             return cast(R_co, _run_on_arrays(run, args, kwargs))
         _refuse_unknown_keywords(run, kwargs, keywords, has_execution)
@@ -101,6 +102,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             map_of_workers = bound.arguments.get("execution", DEFAULT).map
             worker_modules: set[str] = getattr(map_of_workers, "modules", set())
             worker_modules.add(guest.module)
+        # Progress is announced by the fold, which knows images alone.
         if has_clips and has_execution:
             execution = bound.arguments.get("execution", DEFAULT)
             progress = OfClips(to=execution.progress)
@@ -115,6 +117,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         declaration = registry.declaration_of(run.__module__)
         if declaration is not None:
             declaration.check_table(result)
+        # A table knows how to make itself again; defaults may change between versions.
         if hasattr(result, "made_by"):
             bound.apply_defaults()
             name = registry.name_of(run.__module__)
@@ -136,7 +139,17 @@ def _refuse_unknown_keywords(
     keywords: Mapping[str, DeclaredParameter],
     has_execution: bool,
 ) -> None:
-    """Raise a TypeError that names the first unknown keyword, and the closest known one."""
+    """Refuse keywords that the analysis does not have.
+
+    Args:
+        run: of the analysis.
+        kwargs: the keywords of a call.
+        keywords: those that the analysis has.
+        has_execution: whether the fields of `Execution` are keywords, too.
+
+    Raises:
+        TypeError: names the first unknown keyword, and the closest known one.
+    """
     accepted = [*keywords]
     if has_execution:
         accepted += EXECUTION_FIELDS
@@ -187,6 +200,11 @@ def _run_on_arrays(
 ) -> Any:
     """Return the result of the declaration's function `of_arrays`, for arrays in place of stores.
 
+    Args:
+        run: of the analysis.
+        args: the positional arguments.
+        options: the keywords; none may be given.
+
     Raises:
         TypeError: the analysis has no such function, or another number of arrays, a store beside
             them, or an option is given.
@@ -212,6 +230,7 @@ def documented(text: str, parameters: dict[str, DeclaredParameter]) -> str:
     parameter: the command line and `help(vitsee.x)` then say the same. Entries are in the order
     of the parameters, in the block `Args:` or in a new one before the block `Raises:`.
     """
+    # Blocks of a docstring are paragraphs; the first line of some is a title.
     blocks = inspect.cleandoc(text).split("\n\n")
     titles = [block.partition("\n")[0] for block in blocks]
     args_index = next(
@@ -326,6 +345,7 @@ def _hold_clips(module: str, stores: Any) -> bool:
     """
     declaration = registry.declaration_of(module)
     needs_images = declaration is not None and "images" in (declaration.needs or ())
+    # All stores are looked at: any of them may be refused.
     has_clips = False
     for store in stores if isinstance(stores, Sequence) else [stores]:
         plan = getattr(store, "plan", None)

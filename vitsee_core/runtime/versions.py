@@ -64,6 +64,7 @@ def worker_versions(modules: tuple[str, ...] = ()) -> Mapping[str, str]:
     import vitsee_stores
 
     code = hashlib.sha256()
+    # A digest in place of a version: a checkout changes without one.
     for package in (vitsee_core, vitsee_stores):
         (folder,) = map(Path, package.__path__)
         for file in sorted(folder.rglob("*.py")):

@@ -388,7 +388,7 @@ def stored_contents(
         MORE_SITES: isinstance(sites, list) and {*model.more_sites} <= {*sites},
         RESIDUAL: identity.get("residual") is True,
     }
-    return {content for content, is_held in holds.items() if is_held}
+    return {content for content, is_there in holds.items() if is_there}
 
 
 def check_stored(
@@ -414,10 +414,11 @@ def check_stored(
         if earlier_step is not None and earlier_step.command == step.line:
             continue
         path = step.outputs[0]
-        held = stored_contents(path, model, complete=True)
-        if held is None:  # extract makes the store, or finishes it
+        contents = stored_contents(path, model, complete=True)
+        # extract makes a store that is not there, and finishes one that is not complete.
+        if contents is None:
             continue
-        missing = _contents_of_model(plan, model) - held
+        missing = _contents_of_model(plan, model) - contents
         if missing:
             names = [text for word, text in DESCRIPTIONS.items() if word in missing]
             raise VitseeError(

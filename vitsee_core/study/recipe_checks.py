@@ -15,7 +15,11 @@ STORE_NAME = re.compile(r"[\w+][\w.+-]*")
 
 
 def check_store_name(name: str) -> None:
-    """Check that a store can be called so. Raises ValueError: it cannot."""
+    """Check that a store can have a name.
+
+    Raises:
+        ValueError: it cannot.
+    """
     check_name(name, "the name of a store")
     if not STORE_NAME.fullmatch(name) or name.endswith(".zarr"):
         expected = "letters, digits, _, +, . and -, and no .zarr at its end"
@@ -23,25 +27,41 @@ def check_store_name(name: str) -> None:
 
 
 def check_model_name(name: str, where: str) -> None:
-    """Check that a model's name is one word that is not an option. Raises ValueError: it is."""
+    """Check that a model's name is one word that is not an option.
+
+    Args:
+        name: of the model.
+        where: the place in the file, for the message.
+
+    Raises:
+        ValueError: it is empty, an option, or has control characters.
+    """
     if not name.strip() or name.startswith("-") or not name.isprintable():
         raise unexpected(where, name, "a model as for vitsee extract")
 
 
 def check_images(words: Sequence[str], where: str) -> None:
-    """Check that the options of a store name its images. Raises ValueError: they do not."""
+    """Check that the options of a store name its images.
+
+    Raises:
+        ValueError: they do not.
+    """
     if "--data" not in words[:-1]:
         raise ValueError(f"{where} has no --data DATA, expected the images of the store")
 
 
 def check_analysis(words: Sequence[str], where: str) -> None:
-    """Check that a command is an analysis, and its result a file beside the others. Raises
-    ValueError: it is not."""
+    """Check that a command is an analysis, and its result a file beside the others.
+
+    Raises:
+        ValueError: it is another command, or its result would be elsewhere.
+    """
     if not words:
         raise ValueError(f"{where} is empty, expected an analysis and its options")
-    known = [name.replace("_", "-") for name in registry.names()]
-    if words[0] not in known:
-        raise unexpected(where, words[0], f"an analysis: {', '.join(known)}")
+    # Other commands of vitsee write stores, or remove what is cached.
+    analyses = [name.replace("_", "-") for name in registry.names()]
+    if words[0] not in analyses:
+        raise unexpected(where, words[0], f"an analysis: {', '.join(analyses)}")
     values = [words[i + 1 : i + 2] for i, word in enumerate(words) if word == "-o"]
     if len(values) > 1:
         raise ValueError(f"{where} has -o {len(values)} times, expected it once")
@@ -50,8 +70,11 @@ def check_analysis(words: Sequence[str], where: str) -> None:
 
 
 def check_result_name(name: str, where: str) -> None:
-    """Check that a table's name has neither folder nor another ending than a table's. Raises
-    ValueError: it has."""
+    """Check that a table's name has neither folder nor another ending than a table's.
+
+    Raises:
+        ValueError: it has.
+    """
     check_name(name, where)
     if name.startswith("-") or not name.endswith(TABLE_ENDINGS):
         listed = ", ".join(TABLE_ENDINGS)

@@ -66,6 +66,7 @@ class Record:
         Args:
             models: label -> name.
         """
+        # Other code may find other sites in the same model.
         if self.survey.versions != worker_versions():
             return None
         surveyed_models = []
@@ -139,6 +140,7 @@ def begin(
     Returns:
         The record, with the steps of earlier runs.
     """
+    # Steps that this request does not have stay: another request may come back to them.
     record = Record.read(study.folder)
     record.about = {
         "command": list(command),
@@ -210,6 +212,7 @@ def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
     """
     check_output_path(record.path, images=study.data)
     check_output_path(record.path, images=study.train or "")
+    # A link could lead a step to write anywhere; a study's folder may be a stranger's.
     outputs = [output for step in steps for output in step.outputs]
     files = [record.path]
     for output in outputs:

@@ -31,6 +31,7 @@ def step(
         train: label of the model whose store of training images is the command's first; "" for
             none.
     """
+    # In the order of the command line: training images come first.
     stores = [study.store(label) for label in labels]
     if train:
         stores.insert(0, study.store(train, "train"))
@@ -38,12 +39,19 @@ def step(
     table = study.result(name, command)
     picture = table.with_suffix(".png")
     words = [command, *map(str, stores), *study.with_settings(command, options)]
+    # --force: `check_outputs` has refused files that the study did not write.
     words += ["-o", str(table), "--png", str(picture), "--force"]
     return Step(name, tuple(words), inputs=tuple(stores), outputs=(table, picture))
 
 
 def together(command: str, *options: str, variant: str = "") -> MakeSteps:
-    """Return a maker of one step on all models."""
+    """Return a maker of one step on all models.
+
+    Args:
+        command: the analysis.
+        options: of the command.
+        variant: tells the command's steps apart; "" if there is one.
+    """
 
     def steps(study: Study, models: Models) -> Iterator[Step]:
         """Yield the step on the stores of all models."""
@@ -55,7 +63,13 @@ def together(command: str, *options: str, variant: str = "") -> MakeSteps:
 
 
 def each(command: str, *options: str, variant: str = "") -> MakeSteps:
-    """Return a maker of one step for each model."""
+    """Return a maker of one step for each model.
+
+    Args:
+        command: the analysis.
+        options: of the command.
+        variant: before the model's label in the step's name; "" if there is one step for a model.
+    """
 
     def steps(study: Study, models: Models) -> Iterator[Step]:
         """Yield a step for each model, named by its label."""

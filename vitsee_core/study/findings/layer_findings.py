@@ -292,6 +292,7 @@ def _place(tables: ModelTables, model: str) -> Estimate:
     return estimates.own_contrast(tables.localised(model, "blocks.-1.out"))
 
 
+# Raghu et al. 2021, Fig. 7 right: |z| / |f(z)|, the skip over the branch.
 def _ratio_contrast(tables: ModelTables) -> Estimate:
     """Return how much more the skips of a ViT carry than those of a ResNet."""
     # A ratio of 0 has no logarithm.
