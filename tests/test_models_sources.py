@@ -206,6 +206,15 @@ def test_own_weights_random_ones_and_a_checkpoint(folder: Path, tmp_path: Path) 
     own, random = load_model(name), load_model(name, random_init=5)
     assert own.weights["source"] == "file" and random.weights["source"] == "random"
     assert own.weights["sha256"] != random.weights["sha256"]
+    # The switch as an argument changes nothing where it says the same.
+    assert (
+        load_model(name, model_args={"pretrained": True}).weights["sha256"]
+        == own.weights["sha256"]
+    )
+    assert (
+        load_model(name, random_init=5, model_args={"pretrained": False}).weights
+        == random.weights
+    )
     torch.save({"state_dict": own.module.state_dict()}, tmp_path / "w.pth")
     loaded = load_model(name, checkpoint=tmp_path / "w.pth")
     assert (
@@ -308,6 +317,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "{}/mine.py:fixed",
         {"random_init": 1},
         "the same weights for every seed",
+    ),
+    "random and trained weights": (
+        "{}/mine.py:loads",
+        {"random_init": 1, "model_args": {"pretrained": True}},
+        "and the argument pretrained=True exclude each other; expected one of them",
+    ),
+    "random and trained weights of a hub": (
+        "torchhub:{}/clone:own",
+        {"random_init": 1, "model_args": {"pretrained": "in1k"}},
+        "and the argument pretrained='in1k' exclude each other; expected one of them",
     ),
     "no parameters": (
         "{}/mine.py:empty",

@@ -124,7 +124,7 @@ def load_model(name: str, **keywords: Any) -> LoadedModel:
     options = LoadOptions(**keywords)
     model_args = dict(options.model_args or {})
     source = source_of(name, vars(options))
-    # First of all: nothing is opened because a store that nobody vouches for names it.
+    # Before anything is opened: name and arguments may come from a store that nobody vouches for.
     if options.foreign is not None:
         source.check_foreign(model_args, options.foreign)
     check_model_options(name, vars(options))
@@ -209,6 +209,7 @@ def load_model(name: str, **keywords: Any) -> LoadedModel:
         origin=source.origin(),
         native=source.native,
     )
+    # Skips are taken out and registers added now; other interventions act in extractions alone.
     return _apply_lasting_changes(model, options.ablate_skip)
 
 
@@ -219,7 +220,8 @@ def _make_module(
 
     Raises:
         ModelError: the source cannot make it; tensors of its own classes; random weights were
-            chosen, and the source's code has the same weights for every seed.
+            chosen, and the source's code has the same weights for every seed, or an argument asks
+            for trained ones.
     """
     seed = options.seed
     module = source.make(

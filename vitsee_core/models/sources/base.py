@@ -181,7 +181,11 @@ class Source(ABC):
     def depends_on_seed(
         self, module: nn.Module, seed: int, arguments: dict[str, Any]
     ) -> bool:
-        """Return whether another seed would give other random weights than the module has."""
+        """Return whether another seed would give other random weights than the module has.
+
+        Raises:
+            ModelError: an argument asks for trained weights.
+        """
         return True
 
     def without_weights(self, arguments: dict[str, Any]) -> nn.Module:

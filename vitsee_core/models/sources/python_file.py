@@ -287,7 +287,20 @@ class FileSource(Source):
         self, module: nn.Module, seed: int, arguments: dict[str, Any]
     ) -> bool:
         """Return whether another seed gives other weights; code that loads its own, or sets the
-        seed itself, has the same again. The module is made once more unless its parameters say."""
+        seed itself, gives the same weights again.
+
+        Without a parameter `pretrained` of the builder, the module is made once more, with
+        seed + 1; with one it is trusted.
+
+        Raises:
+            ModelError: the user's argument `pretrained` asks for trained weights.
+        """
+        if arguments.get(PRETRAINED_PARAMETER):
+            raise ModelError(
+                f"{self.name}: random weights (--random-init) and the argument "
+                f"pretrained={arguments[PRETRAINED_PARAMETER]!r} exclude each other; "
+                "expected one of them: leave the other out"
+            )
         if _is_meta(module):
             return True
         build = self._load_entry()
