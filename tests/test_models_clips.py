@@ -27,7 +27,12 @@ from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sources.processors import Processor
 from vitsee_core.models.sources.transformers_classes import clip_frames
 from vitsee_core.models.sources.transformers_inputs import adapt
-from vitsee_core.models.tokens.clip_order import ClipCalls, ClipCodes, ClipOrder, order_in
+from vitsee_core.models.tokens.clip_order import (
+    ClipCalls,
+    ClipCodes,
+    ClipOrder,
+    find_order,
+)
 from vitsee_core.models.tokens.clips import accept_clips, clip_cells, frames_of, recognise
 from vitsee_core.models.tokens.packed_order import window_of
 from vitsee_stores import open_store
@@ -400,7 +405,7 @@ def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     shown = codes.contents.flatten(1)
     cells = torch.stack([vectors[torch.arange(18), shown[i]] for i in range(n)])
     turn = torch.randperm(18, generator=generator)
-    found = order_in(cells[:, turn], codes)
+    found = find_order(cells[:, turn], codes)
     assert (
         found is not None
         and found.grid == grid
@@ -409,7 +414,7 @@ def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     assert torch.equal(found.to_grid_order(cells[:, turn]), cells)
     still = torch.randn(8, generator=generator).expand(n, 1, 8)
     first = torch.cat([still, cells], 1)
-    found = order_in(first, codes)
+    found = find_order(first, codes)
     assert (
         found is not None
         and found.plain
@@ -418,11 +423,11 @@ def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     folded = torch.cat([still, cells[:, :9], still, cells[:, 9:]], 1).reshape(
         2 * n, 10, 8
     )
-    found = order_in(folded, codes)
+    found = find_order(folded, codes)
     assert found is not None and (found.folds, found.prefix.tolist()) == (2, [[0, 10]])
     assert torch.allclose(found.to_grid_order(folded), first)
     as_map = cells.unflatten(1, grid).movedim(-1, 1)
-    found = order_in(as_map, codes)
+    found = find_order(as_map, codes)
     assert (
         found is not None
         and found.channels
@@ -434,7 +439,7 @@ def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     # A class token first in one half and last in the other is no copy of one token.
     apart = torch.cat([still, cells, still], 1).reshape(2 * n, 10, 8)
     for wrong in (twice, mixed, cells[:, :17], apart):
-        assert order_in(wrong, codes) is None
+        assert find_order(wrong, codes) is None
 
 
 class Own(nn.Module):

@@ -372,7 +372,8 @@ def image_option(
 def _shared_option(
     name: str, annotation: Any, default: Any, option: declarations.Option
 ) -> Decorator:
-    """Return click's option of a declaration that analyses share, for a command with a file."""
+    """Return the decorator that adds an option shared by analyses to a command that has a file of
+    its own in `commands/`."""
     parameter = DeclaredParameter(
         name=name,
         annotation=annotation,

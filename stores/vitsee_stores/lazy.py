@@ -424,7 +424,7 @@ class NormalisedInputs(LazyArray):
         Args:
             valid: (images,) which images could be read.
         """
-        self.pixels = pixels
+        self.raw = pixels
         self.valid = valid
         self.shape = pixels.shape
         self.mean = np.array(mean, np.float32)
@@ -436,7 +436,7 @@ class NormalisedInputs(LazyArray):
         """Read pixels, and normalise them."""
         rows = box[0]
         rgb = box[-3]
-        values = self.pixels.load(box).astype(np.float32)
+        values = self.raw.load(box).astype(np.float32)
         # torchvision's ToTensor divides by 255 before Normalize: one factor would round
         # otherwise.
         values /= np.float32(255)

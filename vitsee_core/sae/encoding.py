@@ -61,28 +61,31 @@ class CodeSums:
     Attributes:
         n: the number of tokens.
         nonzero: the number of codes that are not 0.
-        error: the sum of |x - x'|^2.
-        squares: the sum of |x|^2.
-        total: (D,) the sum of x.
+        sum_squared_error: the sum of |x - x'|^2.
+        sum_squares: the sum of |x|^2.
+        sum_x: (D,) the sum of x.
         active: (K,) whether any token has the direction.
     """
 
     n: int = 0
     nonzero: int = 0
-    error: float = 0.0
-    squares: float = 0.0
+    sum_squared_error: float = 0.0
+    sum_squares: float = 0.0
     # Without axes until the first tokens are added, whose width they take.
-    total: NDArray[Any] = field(default_factory=lambda: np.zeros(()))
+    sum_x: NDArray[Any] = field(default_factory=lambda: np.zeros(()))
     active: NDArray[Any] = field(default_factory=lambda: np.zeros((), bool))
 
     def add(self, x: Float32, codes: Float32, decoded: Float32) -> None:
-        """Add tokens (n, D), their codes (n, K) and the reconstructions (n, D)."""
+        """Add tokens, their codes (n, K) and the reconstructions (n, D).
+
+        x: (n, D) what the dictionary reconstructs (`Dictionary.target`).
+        """
         x64 = x.astype(np.float64)  # r2 is a difference of these sums
         self.n += len(x)
         self.nonzero += int(np.count_nonzero(codes))
-        self.error += float(((x64 - decoded) ** 2).sum())
-        self.squares += float((x64**2).sum())
-        self.total = self.total + x64.sum(0)
+        self.sum_squared_error += float(((x64 - decoded) ** 2).sum())
+        self.sum_squares += float((x64**2).sum())
+        self.sum_x = self.sum_x + x64.sum(0)
         self.active = self.active | (codes != 0).any(0)
 
     def metrics(self) -> dict[str, float]:
@@ -92,7 +95,7 @@ class CodeSums:
         directions that no token has.
         """
         l0 = self.nonzero / self.n if self.n else math.nan
-        r2 = explained(self.n, self.error, self.squares, self.total)
+        r2 = explained(self.n, self.sum_squared_error, self.sum_squares, self.sum_x)
         return {"r2": r2, "l0": l0, "never_active": float(1 - self.active.mean())}
 
 

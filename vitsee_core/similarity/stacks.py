@@ -100,10 +100,12 @@ class PatchPixels:
         return np.repeat(channel_scale, self.n_features // len(channel_scale))
 
     def read_stored(self, rows: slice) -> NDArray[np.uint8]:
-        """Return (patches, rows, features) of consecutive rows of the store, as stored: not
-        normalised; 0 in padding."""
+        """Return (patches, images, features) of images `rows` of the store, bytes from 0 to 255.
+
+        Features are (channel, row, column) of the largest patch, 0 where a patch is smaller.
+        """
         assert isinstance(self.pixels, NormalisedInputs)
-        stored = self.pixels.pixels
+        stored = self.pixels.raw
         edges = np.array(self._edges())
         n = rows.stop - rows.start
         out = np.zeros((self.n_matrices, n, *self.shape), np.uint8)

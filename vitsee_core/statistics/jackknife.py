@@ -194,15 +194,15 @@ def largest_t(replicates: Float) -> float:
     return max(float(np.quantile(largest, LEVEL)), t_quantile(m - 1))
 
 
-def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
+def mean_cells(values: ArrayLike, block_of_image: Integers) -> Cells:
     """Return the cells of a mean over images; its interval is that of `image_statistics.METHODS`.
 
     Args:
         values: (images,), NaN for missing, which are left out.
-        labels: (images,) blocks of the jackknife, for the replicates.
+        block_of_image: (images,) blocks of the jackknife, for the replicates.
     """
     x = np.asarray(values, np.float64)[np.newaxis]
-    return cells_of(statistic(x, "mean", labels).estimates(), 0)
+    return cells_of(statistic(x, "mean", block_of_image).estimates(), 0)
 
 
 def jackknife_cells(

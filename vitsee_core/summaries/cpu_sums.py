@@ -248,6 +248,8 @@ def sum_heads(
         by_row[:] = ZERO
         entropy: Any = 0.0
         within: Any = 0.0
+        # reach: sum over queries of the mean distance in pixels; _raw: A not renormalised;
+        # _unit: on the unit square.
         reach_raw: Any = 0.0
         reach: Any = 0.0
         reach_unit: Any = 0.0

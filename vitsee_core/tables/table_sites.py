@@ -22,8 +22,9 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
 
     The grammar is that of `vitsee_stores.selectors`: names, globs, `depth:0.5`, `!norm`. Groups are
     selected as far as a table reveals them: `all`, and `blocks`, the outputs of blocks with the
-    input of the first one; `first` and `last` are those of each store in the table, which may lack
-    the model's. A row about two sites stays if both are selected; a row about no site stays, too.
+    input of the first one. `first` and `last` are the first and last block in the table, per store;
+    the model may have blocks beyond them. A row about two sites stays if both are selected; a row
+    about no site stays, too.
 
     Args:
         table: with a column `site`, or `site_a` and `site_b`.

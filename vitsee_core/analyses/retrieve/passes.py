@@ -56,18 +56,21 @@ class ListedPairs:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Mapping[str, Integers]]) -> ListedPairs:
-        """Return the pairs of (queries,) dictionaries: name of a list -> image indices."""
+        """Return the pairs of all queries and the images of their lists.
+
+        lists: for each query, name of the list -> (n,) indices of its images.
+        """
         list_names = tuple(dict.fromkeys(name for by_name in lists for name in by_name))
         # Empty arrays first, so that there is something to join without any list.
-        queries = [np.empty(0, np.int64)]
+        query_indices = [np.empty(0, np.int64)]
         images = [np.empty(0, np.int64)]
         list_numbers = [np.empty(0, np.int64)]
         for i, query_lists in enumerate(lists):
             for name, indices in query_lists.items():
-                queries.append(np.full(len(indices), i))
+                query_indices.append(np.full(len(indices), i))
                 images.append(indices)
                 list_numbers.append(np.full(len(indices), list_names.index(name)))
-        query = np.concatenate(queries)
+        query = np.concatenate(query_indices)
         image = np.concatenate(images)
         list_number = np.concatenate(list_numbers)
         order = np.lexsort((query, image))

@@ -354,24 +354,32 @@ class SpatialMeasures:
     def _image_rows(
         self, structures: Sequence[ImageStructure], grid: tuple[int, int]
     ) -> list[dict[str, Any]]:
-        """Return the rows of the metrics that each image has, means over images."""
-        labels = self.blocks.labels
+        """Return the rows of the metrics that each image has, means over images.
+
+        Args:
+            structures: one per slab.
+            grid: rows, columns.
+
+        Returns:
+            The rows; `frequency` is in units of pi per cell.
+        """
+        block_of_image = self.blocks.labels
         rows: list[dict[str, Any]] = []
         for metric in METRICS:
             if metric not in structures[0].values:
                 continue
             values = np.concatenate([slab.values[metric] for slab in structures])
-            row = {"metric": metric, **mean_cells(values, labels)}
+            row = {"metric": metric, **mean_cells(values, block_of_image)}
             if metric == NEXT:
-                # The null is the same with the frames in random order.
+                # The null: two frames in random order instead of consecutive ones.
                 any_frame = np.concatenate(
                     [slab.values["any_frame_cos"] for slab in structures]
                 )
-                row["null"] = mean_cells(any_frame, labels)["value"]
+                row["null"] = mean_cells(any_frame, block_of_image)["value"]
             rows.append(row)
         profiles = np.concatenate([slab.profile for slab in structures])
         for frequency, values in zip(frequencies(grid).tolist(), profiles.T, strict=True):
-            cells = mean_cells(values, labels)
+            cells = mean_cells(values, block_of_image)
             rows.append({"metric": PROFILES, "frequency": frequency, **cells})
         return rows
 

@@ -127,12 +127,13 @@ def _find_heads(model: nn.Module, trace: Trace) -> list[nn.Module]:
 def _pooled_layer(model: nn.Module, trace: Trace, classifier: str) -> str:
     """Return the path of the module whose input is timm's pre-logits.
 
-    It is the classifier itself if a vector goes into it, or the module around it that also has its
-    norm (timm's NormLinear), unless that is a head that returns pre-logits from within; else the
-    last layer within the classifier that has a weight matrix (it pools first).
+    If a vector goes into the classifier: the outermost module around it that gets a vector, too
+    (timm's NormLinear has its norm within), or the classifier itself where the `forward` of a
+    module around it has `pre_logits`. Otherwise the last layer with weights within the classifier,
+    as it pools first.
     """
     if _takes_vector(trace, classifier):
-        # The classifier and the modules around it, outwards, without the model's own children.
+        # The classifier and the modules around it, outwards, up to a child of the model.
         paths = [classifier]
         while paths[-1].count("."):
             paths.append(paths[-1].rpartition(".")[0])
@@ -148,9 +149,9 @@ def _pooled_layer(model: nn.Module, trace: Trace, classifier: str) -> str:
     return layers[-1] if layers else classifier
 
 
-def _takes_vector(trace: Trace, name: str) -> bool:
+def _takes_vector(trace: Trace, path: str) -> bool:
     """Return whether a module's input is (images, channels), or has but axes of length 1 behind."""
-    seen = trace.by_image(trace.entered(name))
+    seen = trace.by_image(trace.entered(path))
     return seen is not None and all(n == 1 for n in seen.shape[2:])
 
 

@@ -283,9 +283,9 @@ class _Recorder:
         self.n_passages += 1
         self.trace.calls[name].append(call)
 
-    def computed(self, terms: Sequence[Tensor], call: Callable[[], Any]) -> Any:
-        """Return the result of a function call, and note what it and the arguments that it changed
-        in place are made of.
+    def run_and_note(self, terms: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        """Run a function and return its result; `trace.made_of` gets, for the result and for every
+        argument that was changed in place, the arguments it came from.
 
         Args:
             terms: the tensors among the function's arguments.
@@ -395,7 +395,7 @@ class _FunctionWatch(TorchFunctionMode):
             x for x in tensors_in([args, kwargs]) if not isinstance(x, nn.Parameter)
         ]
         if activations:
-            return self.recorder.computed(activations, call)
+            return self.recorder.run_and_note(activations, call)
         return call()
 
 

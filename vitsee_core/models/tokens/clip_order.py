@@ -209,9 +209,13 @@ def _copies(prefix_rows: Tensor, n_rows: int, folds: int) -> Tensor | None:
     return rows if bool((rows_in_part == rows_in_part[:, :1]).all()) else None
 
 
-def order_in(x: Tensor, codes: ClipCodes) -> ClipOrder | None:
+def find_order(x: Tensor, codes: ClipCodes) -> ClipOrder | None:
     """Return the order of a tensor's tokens in a pass of the clips of `codes`; None where the
-    tokens are not cells."""
+    tokens are not cells.
+
+    x: (clips x folds, ..., dim), or channels as its second axis; folds, as frames, are parts of a
+    clip that lie in the batch axis.
+    """
     n_clips = len(codes.contents)
     n_cells = math.prod(codes.grid)
     if x.ndim < 3 or not x.is_floating_point() or x.shape[0] % n_clips or n_cells < 2:
@@ -262,7 +266,7 @@ def find_clip_orders(
             return None  # the clips themselves
         if has_torch_layers and x.ndim == 3 and x.shape[1] == len(clips) != len(x):
             x = x.transpose(0, 1)  # tokens before clips, as torch's own layer has them
-        return order_in(x, codes)
+        return find_order(x, codes)
 
     return grid, with_views(orders_of_places(module, clips, read_order))
 

@@ -192,7 +192,7 @@ def is_torchscript(path: Path) -> bool:
 
 
 def read_torchscript(path: Path) -> dict[str, Any]:
-    """Return the state dict of a module that torch.jit.save wrote, with the numbers among the
+    """Return the state dict of a module that torch.jit.save wrote, with the integers among the
     module's attributes (`input_resolution`).
 
     Raises:
@@ -200,8 +200,10 @@ def read_torchscript(path: Path) -> dict[str, Any]:
         KeyError, RuntimeError, ValueError, zipfile.BadZipFile: a damaged archive.
     """
     with zipfile.ZipFile(path) as archive:
-        name = next(x for x in archive.namelist() if x.endswith("/constants.pkl"))
-        root = name.removesuffix("/constants.pkl")
+        constants_path = next(
+            path for path in archive.namelist() if path.endswith("/constants.pkl")
+        )
+        root = constants_path.removesuffix("/constants.pkl")
         with archive.open(f"{root}/data.pkl") as file:
             module = _ScriptUnpickler(file, Archive(archive, root).storage).load()
     state: dict[str, Any] = {}
@@ -212,7 +214,7 @@ def read_torchscript(path: Path) -> dict[str, Any]:
 def _collect_attributes(
     module: Any, *, prefix: str, state: dict[str, Any], visited: set[int]
 ) -> None:
-    """Add the tensors and numbers of a module, and of the modules in it, to a state dict.
+    """Add the tensors and integers of a module, and of the modules in it, to a state dict.
 
     Args:
         module: the module; other objects are passed over.
@@ -224,8 +226,8 @@ def _collect_attributes(
         return
     visited.add(id(module))
     for name, value in module.attributes.items():
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if isinstance(value, Tensor) or is_number:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, Tensor) or is_integer:
             state[f"{prefix}{name}"] = value
         else:
             _collect_attributes(

@@ -286,7 +286,7 @@ def _is_data(module: str, name: str) -> bool:
     return module.partition(".")[0] in DATA_MODULES and "." not in name
 
 
-def refused(pid: Any) -> Any:
+def refused(persistent_id: Any) -> Any:
     """Refuse a reference where there is nothing to refer to."""
     raise pickle.UnpicklingError("a reference to a storage, in front of them")
 
@@ -299,9 +299,9 @@ class Archive:
         self._root = root
         self._storages: dict[Any, Tensor] = {}
 
-    def storage(self, pid: Any) -> Tensor:
-        """The flat storage that ("storage", type, key, device, length) refers to."""
-        _, dtype, key, *_ = pid
+    def storage(self, persistent_id: Any) -> Tensor:
+        """Return the 1-D tensor that `("storage", dtype, key, device, length)` refers to."""
+        _, dtype, key, *_ = persistent_id
         if key not in self._storages:
             info = self._archive.getinfo(f"{self._root}/data/{key}")
             if info.compress_type != zipfile.ZIP_STORED:
@@ -343,12 +343,12 @@ class _LegacyStorages:
         self._file_bytes = file_bytes
         self._by_key: dict[Any, Tensor] = {}
 
-    def storage(self, pid: Any) -> Any:
-        """The storage that ("storage", type, key, device, length, view) refers to; the class of
-        ("module", class, file, source)."""
-        if pid[0] == "module":
-            return pid[1]
-        _, dtype, key, _, length, view = pid
+    def storage(self, persistent_id: Any) -> Any:
+        """Return the 1-D tensor that `("storage", dtype, key, device, length, view)` refers to, or
+        the class of `("module", class, file, source)`."""
+        if persistent_id[0] == "module":
+            return persistent_id[1]
+        _, dtype, key, _, length, view = persistent_id
         if key not in self._by_key:
             if length * dtype.itemsize > self._file_bytes:
                 raise ValueError("a tensor that is larger than the file")
