@@ -505,6 +505,8 @@ def test_an_own_module_of_clips_without_a_number_of_frames(
         "--data",
         videos,
         *stated,
+        "--random-init",
+        0,
         "-o",
         tmp_path / "a.zarr",
     )
