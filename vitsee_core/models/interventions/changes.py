@@ -180,6 +180,7 @@ class Changes:
         """Return a context in which the model runs with the interventions; hooks that are
         registered within see the changed tensors."""
         with ExitStack() as stack:
+            # Calls are counted anew in each pass of the whole model.
             stack.enter_context(
                 self.module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())
             )
@@ -199,6 +200,8 @@ class Changes:
                     stack.enter_context(child.register_forward_hook(hook))
             for path, mode in self.attention.values():
                 child = self.module.get_submodule(path)
+                # A mode inside its attention module alone: elsewhere an equal number of
+                # tokens may attend.
                 enter, leave = _mode_hooks(mode)
                 stack.enter_context(child.register_forward_pre_hook(enter))
                 stack.enter_context(child.register_forward_hook(leave, always_call=True))
@@ -218,6 +221,8 @@ class Changes:
         self, sites: Sequence[SiteChanges], module: nn.Module, _args: Any, output: Any
     ) -> Any:
         """Return a module's changed output; None where it is not changed."""
+        # The batch tells the tensor from others that a module returns (attention
+        # weights).
         old = output_tensor(module, output, len(self.rows))
         new = self._changed_tensor(sites, old)
         if new is None or old is None:
@@ -239,6 +244,8 @@ class Changes:
             if site.hook_point.call == call:
                 if old is None:
                     raise CaptureError(f"{site.name}: its module gave no single tensor")
+                # The values' own arithmetic is not the model's: modes that watch it must
+                # not see it.
                 with torch._C.DisableTorchFunction():
                     return self._replace(site, changes, old)
         return None
@@ -252,6 +259,7 @@ class Changes:
             raise CaptureError(
                 f"{site.name}: {len(x)} for a batch of {len(self.rows)} images"
             )
+        # (images, tokens, dim), a view where memory allows: hence the clone.
         before = site.view.flat(x)
         after = before.clone()
         for change in changes:
@@ -268,16 +276,21 @@ class Changes:
                 if change.channels is not None:
                     reference_values = reference_values[..., change.channels]
                 values = torch.from_numpy(reference_values).to(after)
+            # (images, 1): with tokens (images, chosen) each image gets its own tokens.
             images = np.arange(len(tokens))[:, None]
             if change.channels is None:
                 after[images, tokens] = values
             else:
+                # (images, chosen, channels of the ablated heads)
                 after[images[:, :, None], tokens[:, :, None], change.channels] = values
         if self.expected is not None:
             self.expected[site.name] = after.clone()
+        # x is the tensor that the skip holds, too.
         if site.in_place:
             x.copy_(site.view.unflat(after, x))
             return None
+        # empty_like keeps the strides (channels last), by which layers behind choose
+        # kernels.
         new = torch.empty_like(x).copy_(site.view.unflat(after, x))
         return new.transpose(0, 1) if site.turned else new
 
@@ -310,6 +323,7 @@ def swapped(value: Any, old: Tensor, new: Tensor) -> Any:
         return value
     if isinstance(value, tuple | list):
         entries = [swapped(entry, old, new) for entry in value]
+        # Named tuples take their entries one by one.
         if hasattr(value, "_fields"):
             return type(value)(*entries)
         return type(value)(entries)
@@ -329,6 +343,7 @@ def blocked_pairs(what: str, layout: TokenLayout, said: str) -> NDArray[np.bool_
         ModelError: the layout has no such tokens.
     """
     pairs = np.zeros((layout.n_tokens, layout.n_tokens), np.bool_)
+    # A token then sees the others alone.
     if what == "own":
         np.fill_diagonal(pairs, True)
     elif what.startswith("distance>"):
@@ -379,11 +394,13 @@ class BlockedAttention(AttentionMode):
             arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
             query = arguments["query"]
             key = arguments["key"]
+            # Other attention in the module, as over windows or time, has other sizes.
             if (query.shape[-2], key.shape[-2]) == self.blocked.shape:
                 return func(**self._masked(arguments))
         elif func in SOFTMAX:
             scores = args[0] if args else kwargs["input"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            # Over the last axis: the keys are the columns, as in `blocked`.
             if scores.shape[-2:] == self.blocked.shape and dim in (-1, scores.ndim - 1):
                 self.calls += 1
                 scores = scores.masked_fill(self._blocked_on(scores), float("-inf"))
@@ -440,6 +457,7 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
     ]
     sum_proof = SumProof(model.module, table, names)
     attention = [block for block in table.attention if block.name in changes.attention]
+    # One pass with all observers: sums, scores and the changed sites.
     blocked_proof = _BlockedKeysProof(changes)
     capture = Capture(model, table, sites=(), attention=attention)
     sum_proof.attach(capture, names)
@@ -452,6 +470,7 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
             captured[name] = flat(tensor).clone()
 
         capture.on_site(name, keep)
+    # A dictionary: the hooks now also note what they put at each site.
     changes.expected = {}
     rows = slice(0, len(x))
     changes.begin(rows)
@@ -460,6 +479,7 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
         capture.run(x, blocked_proof)
     changes.check()
     reasons = []
+    # To the bit: the values were copied, nothing was computed with them.
     for name, expected in changes.expected.items():
         if name not in captured or not torch.equal(captured[name], expected):
             reasons.append(f"{name} does not hold the values that were put there")
@@ -490,6 +510,7 @@ class _BlockedKeysProof(Observer):
         """Check on the first image that the scores of blocked pairs are -inf."""
         _, mode = self.changes.attention[block.name]
         scores = call.scores(slice(0, 1))
+        # (1, heads, blocked pairs): one image is enough, as the mask is the same for all.
         blocked_scores = scores[..., mode.blocked.to(scores.device)]
         if not bool((blocked_scores == float("-inf")).all()):
             self.failures.append(f"{block.name} attends to tokens that were blocked")

@@ -31,8 +31,10 @@ from vitsee_stores.manifest import jsonable
 from vitsee_stores.weights_names import weights_name
 
 Places = NDArray[np.int64]
+# Images that are converted to float64 together.
 ROWS_AT_ONCE = 32
 HELD_SHARE = 8  # a site up to this part of the memory is read once
+# (images, chosen tokens, dim)
 Array = NDArray[np.float32]
 N_MAD = 6 * 1.4826  # as of `outlier_share_mad` of vitsee norms
 Neurons = Mapping[str, NDArray[np.int64]]
@@ -61,6 +63,8 @@ class TokenChoice:
             # Stable, so that equal norms give the same tokens on every device.
             order = norms.sort(dim=1, descending=True, stable=True).indices[:, : self.n]
             return order.cpu().numpy() + self.layout.n_prefix
+        # The same generators draw the noise afterwards, so the order of these draws is
+        # part of it.
         if self.kind == "random":
             n_body = self.layout.n_body
             drawn = [draw.choice(n_body, self.n, replace=False) for draw in draws]
@@ -74,11 +78,14 @@ def choose_tokens(words: Sequence[str], layout: TokenLayout, what: str) -> Token
     Raises:
         ModelError: the layout has no such tokens, or fewer.
     """
+    # "outliers:4" and "random:4" are chosen image by image; all other words name fixed
+    # tokens.
     kind, _, number = words[0].partition(":")
     if kind in COUNTED:
         if layout.grid is None or int(number) > layout.n_body:
             raise ModelError(f"{what}: {words[0]}, and there are {_patches(layout)}")
         return TokenChoice(layout, np.zeros(0, np.int64), kind, int(number))
+    # Words may overlap ("all,cls").
     places = sorted(
         {int(place) for word in words for place in places_of(word, layout, what)}
     )
@@ -136,6 +143,8 @@ class Reference:
         self.site = site
         self.kind = kind
         self.seed = seed
+        # Prefix tokens come first, so that their places are the same in both; fewer bytes
+        # are read.
         self.words = "prefix" if tokens.of_prefix else "all"
         if kind == "shuffle":
             self.partners = cycle(store.valid, seed)
@@ -149,6 +158,7 @@ class Reference:
     def begin(self, rows: slice) -> None:
         """Read ahead what these rows of the new store will need, if it is not in memory."""
         if self.kind == "shuffle" and not self.whole:
+            # (rows, tokens, dim) of each row's partner, in the order of the rows.
             self.held = self.array[self.partners[rows]]
             self.first = rows.start
 
@@ -157,10 +167,15 @@ class Reference:
         draws: one generator for each image."""
         if self.kind == "shuffle":
             assert self.held is not None
+            # Whole, it is indexed by the partner's row; read ahead, by the row's place in
+            # the batch.
             taken = self.held[self.partners[rows] if self.whole else rows - self.first]
             return np.take_along_axis(taken, places[:, :, None], 1).astype(np.float32)
+        # (images, chosen, dim)
         values = self.mean[places]
         if self.kind == "noise":
+            # A generator for each image: the numbers do not depend on the batch that it
+            # is in.
             shape = values.shape[1:]
             normal = np.stack([draw.standard_normal(shape, np.float32) for draw in draws])
             values = values + self.std[places] * normal
@@ -168,6 +183,9 @@ class Reference:
 
     def _moments(self) -> tuple[Array, Array]:
         """(tokens, dim) mean and standard deviation over the valid images."""
+        # Means and sums of squares of pieces are merged (Chan et al. 1983): a single
+        # pass, without the cancellation of E[x^2] - E[x]^2. 0-d arrays take the shape of
+        # the first piece.
         n = 0
         mean = np.zeros(())
         squares = np.zeros(())
@@ -175,6 +193,7 @@ class Reference:
             values = slab.acts(self.site, self.words)[slab.valid]
             for start in range(0, len(values), ROWS_AT_ONCE):
                 part = values[start : start + ROWS_AT_ONCE].astype(np.float64)
+                # (tokens, dim)
                 own = part.mean(0)
                 total = n + len(part)
                 gap = own - mean
@@ -196,6 +215,7 @@ def generators(
     seed: int, about: str, index: NDArray[np.int64]
 ) -> list[np.random.Generator]:
     """One generator for each image, by its place in the data set and what is replaced."""
+    # Not hash(), which differs from one Python process to the next.
     own = zlib.crc32(about.encode())
     return [np.random.default_rng([seed, own, int(place)]) for place in index]
 
@@ -207,10 +227,12 @@ def cycle(valid: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
     Raises:
         ModelError: fewer than two valid images.
     """
+    # A single cycle rather than a permutation, which may leave an image its own tokens.
     rows = np.flatnonzero(valid)
     if len(rows) < 2:
         raise ModelError("shuffle takes another image's tokens, and there is one image")
     order = np.random.default_rng([seed, len(valid)]).permutation(rows)
+    # Rows without a readable image are computed as well, and need some partner.
     partners = np.full(len(valid), rows[0], np.int64)
     partners[order] = np.roll(order, -1)
     return partners
@@ -238,6 +260,7 @@ def check_base(store: Store, identity: Mapping[str, Any], kind: str, what: str) 
         "another transform": own.get("transform") != identity["transform"],
     }
     if kind == "shuffle":
+        # Mean and noise may come from other images (a training set's).
         fingerprints = (own.get("samples_fingerprint"), identity["samples_fingerprint"])
         differs["other images, or the same in another order"] = (
             fingerprints[0] != fingerprints[1]
@@ -258,6 +281,7 @@ def check_site(store: Store, site: SiteSpec, what: str) -> str:
         ModelError: its tokens are others.
     """
     own = store.site(site.name)
+    # Raises MissingInput here, before a model runs, if the tokens are not all stored.
     store.acts(own.name)
     if own.shape != site.shape:
         raise ModelError(
@@ -276,6 +300,7 @@ class Moved:
 
     def put(self, x: Tensor) -> None:
         """Change a site's (images, tokens, neurons) in place."""
+        # (images, tokens, chosen neurons)
         values = x[:, :, self.neurons]
         moved = torch.zeros_like(values)
         moved[:, self.places] = values.amax(1, keepdim=True)
@@ -298,9 +323,11 @@ def register_neurons(store: Store, site: str, hidden: Sequence[str], n: int) -> 
     total = sum(map(len, means.values()))
     if n > total:
         raise ModelError(f"there are {total} neurons up to {site}, not {n}")
+    # (all neurons,) of the sites one after the other: the largest of all sites together.
     values = np.concatenate(list(means.values()))
     chosen = np.zeros(total, np.bool_)
     chosen[np.argsort(-values, kind="stable")[:n]] = True
+    # Back to the sites, each with the indices of its own neurons.
     ends = np.cumsum([len(x) for x in means.values()])[:-1]
     parts = zip(means, np.split(chosen, ends), strict=True)
     return {name: np.flatnonzero(part) for name, part in parts if part.any()}
@@ -315,6 +342,8 @@ def other_neurons(found: Neurons, sizes: Mapping[str, int], seed: int) -> Neuron
     """
     drawn: dict[str, Any] = {}
     for i, (name, neurons) in enumerate(found.items()):
+        # As many of each layer as there are register neurons in it: the control differs
+        # in nothing else.
         others = np.setdiff1d(np.arange(sizes[name]), neurons)
         if len(others) < len(neurons):
             raise ModelError(
@@ -331,6 +360,7 @@ def _outliers(store: Store, site: str) -> list[NDArray[np.bool_]]:
     for slab in store.slabs():
         patches = slab.acts(site, "patches")[slab.valid]
         norms.append(np.linalg.norm(patches.astype(np.float32), axis=-1))
+    # Of all images together: single images may have no outlier, and need not have one.
     every = np.concatenate([x.ravel() for x in norms]) if norms else np.zeros(0)
     middle = np.median(every) if len(every) else 0.0
     above = middle + N_MAD * np.median(np.abs(every - middle)) if len(every) else 0.0
@@ -352,6 +382,7 @@ def _means(
     count = 0
     for slab, there in zip(store.slabs(), outliers, strict=True):
         if there.any():
+            # (outliers of the slab, neurons)
             values = slab.acts(site, "patches")[slab.valid][there]
             total = total + values.sum(0, dtype=np.float64)
             count += len(values)

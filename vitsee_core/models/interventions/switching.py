@@ -48,6 +48,7 @@ from vitsee_stores.manifest import abbreviate
 from vitsee_stores.selectors import select_names
 from vitsee_stores.weights_names import ranges
 
+# Names of blocks in an error line.
 SHOWN = 8
 
 
@@ -75,6 +76,7 @@ class Switch:
         self.index = np.zeros(0, np.int64) if index is None else index
         self.bases: dict[str, Store] = {}
         self.changed: dict[str, SiteChanges] = {}
+        # Block -> (tokens, tokens), True where a query does not see a key.
         self.pairs: dict[str, NDArray[np.bool_]] = {}
 
     def lines(self) -> list[str]:
@@ -84,9 +86,11 @@ class Switch:
             VitseeError: sites, tokens, heads or stores that are not there, or do not fit; in one
                 line.
         """
+        # Both `lines` and `changes` fill these anew from the options.
         self.changed.clear()
         self.pairs.clear()
         lines = [self._add(intervention) for intervention in self.interventions]
+        # Refused only now: several options together may leave a query without any key.
         blocks = {block.name: block for block in self.table.attention}
         for name, pairs in self.pairs.items():
             refuse_empty_rows(
@@ -105,6 +109,8 @@ class Switch:
         changes = Changes(module, lines, store_ids, self.seed, self.index)
         changes.sites = self.changed
         for name, pairs in self.pairs.items():
+            # A distance beyond the grid blocks nothing, and a mode would count as an
+            # intervention.
             if pairs.any():
                 path = self.table.attention_modules[name]
                 changes.attention[name] = (path, BlockedAttention(pairs))
@@ -132,6 +138,7 @@ class Switch:
         blocks = self._blocks(one.blocks, said)
         for block in blocks:
             pairs = blocked_pairs(one.what, block.layout, f"{said}: {block.name}")
+            # The union of all options about this block.
             self.pairs[block.name] = self.pairs.get(block.name, False) | pairs
         return f"no {one.what} at {_names(blocks)}"
 
@@ -143,6 +150,7 @@ class Switch:
             )
         except SiteError as error:
             raise ModelError(f"{said}: {error}") from None
+        # A dictionary by stored name, so that an alias beside its site is changed once.
         return list(
             {
                 (s.alias_of or s.name): self.table[s.alias_of or s.name] for s in chosen
@@ -156,6 +164,8 @@ class Switch:
             raise ModelError(
                 f"{said} cannot be done in {self.name}: {self.table.attention_refusal}"
             )
+        # Blocks as entries of a table of sites, so that every selector of sites (globs,
+        # negative numbers, depths) also selects blocks.
         last = max(1, len(served) - 1)
         places = [
             replace(
@@ -174,6 +184,8 @@ class Switch:
         try:
             found = {site.name for site in select_names([patterns], places)}
         except SiteError:
+            # A name without a wildcard may be a block whose attention is known not to be
+            # captured.
             reason = self.table.left_out.get(patterns) or self.table.left_out.get(
                 f"{patterns} attention"
             )
@@ -193,11 +205,13 @@ class Switch:
                 f"{said}: the outputs of the heads of {block.name} are no site"
             )
         site = self.table[name]
+        # Ascending: the last is the largest.
         if one.heads[-1] >= block.n_heads:
             raise ModelError(
                 f"{said}: {block.name} has the heads 0 to {block.n_heads - 1}, not "
                 f"{one.heads[-1]}"
             )
+        # (heads, head dim): the heads' outputs lie side by side in the channels.
         channels = np.arange(site.dim).reshape(block.n_heads, -1)[list(one.heads)].ravel()
         tokens = TokenChoice(block.layout, np.arange(block.layout.n_tokens))
         about = f"heads {one.heads}"
@@ -213,6 +227,7 @@ class Switch:
             raise ModelError(
                 f"{said}: {one.site} is {_names(sites)}; expected one block's output"
             )
+        # Neurons behind the site cannot have made its outliers.
         before = self.table.sites[: self.table.sites.index(site)]
         hidden = [
             self.table[self._stored(s.name)]
@@ -225,6 +240,7 @@ class Switch:
             )
         kind = "random" if one.values.kind == "random" else "register"
         line = f"{one.n} register{'s' * (one.n > 1)} with {one.n_neurons} {kind} neurons"
+        # `vitsee sites` opens no store, so the neurons are not named.
         if self.identity is None:
             return f"{line} up to {site.name}"
         store = self._base(one.values, said)
@@ -233,11 +249,13 @@ class Switch:
             neurons_by_site = register_neurons(
                 store, site.name, hidden_names, one.n_neurons
             )
+            # The control: as many neurons of the same layers, others than these.
             if one.values.kind == "random":
                 widths = {s.name: s.dim for s in hidden}
                 neurons_by_site = other_neurons(neurons_by_site, widths, self.seed)
         except ModelError as error:
             raise ModelError(f"{said}: {error}") from None
+        # The registers that were added are the last of the prefix tokens.
         tokens = np.arange(layout.n_prefix - one.n, layout.n_prefix)
         words = []
         for name, neurons in neurons_by_site.items():
@@ -265,6 +283,7 @@ class Switch:
             said: the beginning of error lines.
         """
         reference = None
+        # Zeros need no store.
         if values.store and self.identity is not None:
             store = self._base(values, said)
             base_site = check_site(store, site, said)
@@ -283,6 +302,7 @@ class Switch:
         assert self.identity is not None
         if values.store not in self.bases:
             self.bases[values.store] = open_store(values.store)
+        # Checked for each use: shuffle needs the same images, mean and noise do not.
         check_base(self.bases[values.store], self.identity, values.kind, said)
         return self.bases[values.store]
 
@@ -293,11 +313,13 @@ class Switch:
             raise ModelError(
                 f"{said}: {site.name} is made of several tensors, none of which is it"
             )
+        # Hiera's tokens: `View.unflat` has no inverse for them.
         if point.view.form == "unrolled":
             raise ModelError(
                 f"{said}: the tokens of {site.name} lie in another order than the image"
             )
         (hook_point,) = point.hook_points
+        # Sums that no module gives, as `mid`, are known where the next module takes them.
         sums = {
             self._stored(residual.total) for residual in self.table.residuals.values()
         }

@@ -61,9 +61,12 @@ class TableBuilder:
         self.blocks = survey.blocks
         self.left_out: dict[str, str] = {}
         self.entered: set[str] = set()
+        # Tensors that no module has: differences and means of others.
         self.n_new_keys = 0
         self.read = Reader(model, survey)
         self.modules = self.read.modules
+        # Its place in the order of definition, by which modules and parts are merged
+        # below.
         self.index = {name: i for i, name in enumerate(self.modules)}
         self.names = survey.names
         self.repeated = [
@@ -73,6 +76,8 @@ class TableBuilder:
         ]
         self.inputs = block_inputs(self.trace, self.blocks)
         self.described: dict[str, Description] = {}
+        # `demoted` holds a reason for each reading that images disproved: the next one is
+        # taken.
         for path in self.blocks:
             readings = describe(model, path, self.trace)
             tried = demoted.get(self.names[path], ())
@@ -81,6 +86,8 @@ class TableBuilder:
             elif tried:
                 self.left_out[self.names[path]] = tried[0]
             else:
+                # No reading fits: say so where the reason is that the block adds more
+                # than two branches.
                 added = branch_modules(model, path, self.trace)
                 if len(added) > MOST_BRANCHES:
                     self.left_out[f"{self.names[path]} residual"] = (
@@ -91,6 +98,8 @@ class TableBuilder:
 
     def build(self) -> SiteTable:
         """Return the table, its sites in the model's order."""
+        # Equal tensors are one stored site, so aliases are found before anything refers
+        # to sites.
         drafts = self._unique(list(self._drafts()))
         find_aliases(drafts)
         sites = specs(drafts)
@@ -157,10 +166,12 @@ class TableBuilder:
         leaves = [
             name for name in self.modules if self._is_site(name) or self._is_merger(name)
         ]
+        # Block -> its modules; under None those outside of blocks.
         inside: dict[str | None, list[str]] = defaultdict(list)
         for name in leaves:
             inside[self._block_of(name)].append(name)
         head, missing = head_hook_points(self.model, self.trace, self.blocks)
+        # In the model's order: stem, then each block and what follows it, then the head.
         between = self._between_blocks(inside[None])
         yield from self._lone_modules(between[0], head)
         for i, path in enumerate(self.blocks):
@@ -175,6 +186,8 @@ class TableBuilder:
         for part, reason in missing.items():
             if part not in head:
                 self.left_out[part] = reason
+        # The tokens that a language model would receive are the output of the whole
+        # tower.
         received = self.trace.left("") if is_language_input(self.model) else None
         if received is not None and received.grid is not None:
             view = View("tokens", self.geometry.layout(received.grid))
@@ -214,6 +227,7 @@ class TableBuilder:
 
         A sequence begins at the first block, and where blocks follow a backbone of another kind.
         """
+        # A backbone of another kind (a hybrid's) has another root.
         root = path.split(".")[0]
         is_first = i == 0 or self.blocks[i - 1].split(".")[0] != root
         seen = self.trace.by_image(self.trace.entered(path))
@@ -224,6 +238,7 @@ class TableBuilder:
             return None
         view = self.read.token_view(path, seen, entering=True)
         name = "stem" if view.form == "nchw" else "embed"
+        # The images themselves are not a site, and a name is given to one site only.
         if seen.shape[1:] == (3, *self.geometry.image) or (i and name in self.entered):
             return None
         self.entered.add(name)
@@ -251,6 +266,8 @@ class TableBuilder:
             part.hook_point.module for part in parts if part.hook_point.when == "out"
         }
         named &= {f"{path}.{part.name}" for part in parts}
+        # How the block's own tokens lie: tensors inside are read by comparison with
+        # these.
         base: list[View] = []
         for part in parts:
             seen = self.read.seen(part.hook_point)
@@ -258,10 +275,15 @@ class TableBuilder:
                 base.append(
                     self.read.token_view(path, seen, part.hook_point.when == "in")
                 )
+        # Merge two lists, the parts in the order of the forward pass and the other
+        # modules in that of definition. The anchor never falls: parts may be defined in
+        # another order than they run.
         waiting = [name for name in leaves if name not in named]
         anchor = self.index[path]
         for part in parts:
             anchor = max(anchor, self.index[part.hook_point.module])
+            # `out` is the block itself, which comes first in that order, and yet behind
+            # all its modules.
             limit = len(self.index) if part.name == "out" else anchor
             while waiting and self.index[waiting[0]] < limit:
                 yield from self._module(waiting.pop(0), path, base, described)
@@ -286,6 +308,7 @@ class TableBuilder:
         if leaf and f"{path}.{part.name}" == part.hook_point.module:
             groups.add("modules")
         if part.rows:
+            # (images, channels, hidden): no axis is the tokens'.
             view = View("rows", TokenLayout((), None, rows=seen.shape[1]))
         elif part.name in ("in", "out", "shortcut"):
             view = self.read.token_view(path, seen, part.hook_point.when == "in")
@@ -293,6 +316,8 @@ class TableBuilder:
             view = self.read.inner_view(seen, base)
         hook_points: tuple[HookPoint, ...] = (part.hook_point,)
         if part.minus:
+            # The difference is a new tensor: with the minuend's key it would be taken for
+            # its alias.
             hook_points = (part.hook_point, part.minus)
             seen = self._with_new_key(seen)
         block = self.names[path]
@@ -311,6 +336,7 @@ class TableBuilder:
         """Return a tensor's shape with an identity that equals no other: no module has the tensor
         itself."""
         self.n_new_keys += 1
+        # Negative, as keys of a trace count from 1.
         return replace(seen, key=(-self.n_new_keys, 0))
 
     def _site_name(self, module: str) -> str:
@@ -333,6 +359,7 @@ class TableBuilder:
             return
         rows_below = described.rows_below if described else ()
         works_on_rows = any(name == p or name.startswith(f"{p}.") for p in rows_below)
+        # A map or a vector below them is read as elsewhere.
         if works_on_rows and len(seen.shape) == 3:
             view = View("rows", TokenLayout((), None, rows=seen.shape[1]))
         else:
@@ -388,6 +415,7 @@ class TableBuilder:
             view = View("raw")
             if self.blocks:
                 view = self.read.token_view(self.blocks[-1], seen)
+        # The mean of two classifiers' inputs (distillation) is a tensor of its own.
         if len(hook_points) > 1:
             seen = self._with_new_key(seen)
         yield SiteDraft(
@@ -406,8 +434,10 @@ class TableBuilder:
         module = self.modules[name]
         if not name or not is_leaf(module):
             return False
+        # Neither changes its input in eval mode.
         if isinstance(module, nn.Identity | nn.Dropout):
             return False
+        # The activation inside a norm is part of that one site.
         parent = name.rpartition(".")[0]
         if parent and is_leaf(self.modules[parent]):
             return False
@@ -416,6 +446,8 @@ class TableBuilder:
             if has_weights(module):
                 self.left_out[self._site_name(name)] = NEVER_CALLED
             return False
+        # A module that hands its input on is no site; with several calls the first says
+        # too little.
         entered = calls[0].entered
         left = calls[0].left
         is_unchanged = (
@@ -438,6 +470,7 @@ class TableBuilder:
     def _block_of(self, name: str) -> str | None:
         """Return the path of the block that a module is in, None outside of blocks."""
         parts = name.split(".")
+        # The innermost block, where one lies within another.
         for n in range(len(parts), 0, -1):
             if ".".join(parts[:n]) in self.read.block_index:
                 return ".".join(parts[:n])
@@ -464,6 +497,7 @@ class TableBuilder:
         one grid."""
         sublayers: list[Sublayer] = []
         residuals: dict[str, Residual] = {}
+        # In the order of the blocks, which numbers the sublayers.
         for path, described in self.described.items():
             block = self.names[path]
             for residual in described.residuals:
@@ -475,6 +509,8 @@ class TableBuilder:
                     total=f"{block}.{residual.total}",
                     ablated=name in self.ablated,
                 )
+                # Products of skip and branch are taken token by token, so that all three
+                # need one grid.
                 ends = [sites.get(s) for s in (named.skip, named.branch, named.total)]
                 if any(site is None or site.kind != "tokens" for site in ends):
                     self.left_out[name] = "skip, branch or sum are not tokens of one grid"

@@ -100,6 +100,8 @@ def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | Non
     if has(block, "drop_path1", "drop_path2"):
         return HookPoint(f"{path}.drop_path1"), HookPoint(f"{path}.drop_path2")
     if has(block, "drop_path"):
+        # The first call ends the attention branch, the second the MLP's (blocks that
+        # share one module).
         shared = HookPoint(f"{path}.drop_path", calls=2)
         return shared, replace(shared, call=1)
     return None
@@ -145,6 +147,7 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
     mlp = BlockHook("mlp.branch", ends[1], ("residual",))
     inner = hidden(block.get_submodule("mlp"), f"{path}.mlp", trace)
     middle = [BlockHook("mlp.hidden", inner, ("hidden",))] if inner else []
+    # Pre-norm (ViT): norm2 reads the stream between the sublayers.
     if _takes(trace, f"{path}.norm1", start.key):
         mid = BlockHook("mid", HookPoint(f"{path}.norm2", "in"), ("residual",))
         parts = [
@@ -173,8 +176,12 @@ def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None
         ]
     else:
         return None
+    # A module that was defined but not called (a fused path around it) would have no
+    # tensor.
     if not all(fired(trace, part.hook_point) for part in parts):
         return None
+    # x_mid = x + attn.branch, out = x_mid + mlp.branch; a post-norm is inside of its
+    # branch.
     sums = (
         Residual("attn", "attn", "in", "attn.branch", "mid"),
         Residual("mlp", "mlp", "mid", "mlp.branch", "out"),
@@ -203,12 +210,14 @@ def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
     Parts are in, norm1, token.hidden (rows are channels), token.branch, mid, norm2, channel.hidden,
     channel.branch, out; a single token-mixing layer has no token.hidden.
     """
+    # timm's names in MLP-Mixer and in ResMLP.
     tokens = next((n for n in ("mlp_tokens", "linear_tokens") if has(block, n)), None)
     if tokens is None or not has(block, "norm1", "norm2", "mlp_channels"):
         return None
     ends = drop_paths(block, path)
     if ends is None or not trace.entered(path):
         return None
+    # (images, channels, hidden): the token-mixing MLP works on the transposed tokens.
     mixed = hidden(block.get_submodule(tokens), f"{path}.{tokens}", trace)
     inner = hidden(block.get_submodule("mlp_channels"), f"{path}.mlp_channels", trace)
     parts = [enters(path), BlockHook("norm1", HookPoint(f"{path}.norm1"), ("norms",))]
@@ -240,22 +249,28 @@ def resnet(block: nn.Module, path: str, trace: Trace) -> Description | None:
     the sum afterwards. ResNetV2 and BiT: pre-activation, out = shortcut + branch, and the variant
     with activations after the sum that hybrid ViTs use. Norms there carry their activation.
     """
+    # hasattr, not `has`: it is None where the block's input is its own shortcut.
     if not hasattr(block, "downsample"):
         return None
+    # v1: two layers in a basic block, three in a bottleneck.
     last = 3 if has(block, "conv3", "bn3", "act3") else 2
     names = [f"{kind}{i}" for i in range(1, last + 1) for kind in ("conv", "bn", "act")]
     if has(block, *names) and not has(block, "conv4"):
+        # In the reverse of the order in which they run: the last before the sum.
         end = next(n for n in ("drop_path", "se", f"bn{last}") if has(block, n))
         description = _describe_sequence(
             block, path, trace, names=names, end=end, act=f"act{last}"
         )
         if description:
             return description
+    # ResNetV2 and BiT.
     last = 3 if has(block, "conv3", "norm3") else 2
     pairs = [f"{kind}{i}" for i in range(1, last + 1) for kind in ("norm", "conv")]
     if not has(block, *pairs, "drop_path"):
         return None
     act = f"act{last}" if has(block, f"act{last}") else None
+    # The order of definition is that of the calls: norms before convolutions where the
+    # block is pre-activation, behind them in the variant of hybrids.
     names = [name for name, _ in block.named_children() if name in (*pairs, act)]
     return _describe_sequence(block, path, trace, names=names, end="drop_path", act=act)
 
@@ -280,6 +295,7 @@ def _describe_sequence(
         end: the module whose output is the branch.
         act: the activation of the sum, None without one.
     """
+    # Without a layer on the shortcut the block's own input is the skip.
     skip = HookPoint(path, "in")
     if has(block, "downsample"):
         skip = HookPoint(f"{path}.downsample")
@@ -294,12 +310,14 @@ def _describe_sequence(
     ]
     if not all(fired(trace, part.hook_point) for part in parts):
         return None
+    # Of v1, whose output is act(shortcut + branch); the sum itself is no module's output.
     activation = f"{path}.{act}" if act else None
     return Description(
         tuple(parts), (Residual("", "block", "shortcut", "branch", "out", activation),)
     )
 
 
+# In this order; the first that recognises a block describes it.
 FAMILIES: tuple[Callable[[nn.Module, str, Trace], Description | None], ...] = (
     transformer,
     mixer,
