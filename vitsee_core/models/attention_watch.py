@@ -31,6 +31,7 @@ from vitsee_core.models.einsum_attention import read_einsum
 from vitsee_core.models.hook_points import ForwardEnded
 
 KERNEL = functional.scaled_dot_product_attention
+# Functions as a mode sees them: the method and the functional form are different objects.
 SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 _PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -95,6 +96,7 @@ def _scaled_products_by_image(
     Queries, keys and values come interleaved, and a product of one image takes them as they lie:
     over several images they would be copied first.
     """
+    # (images, heads, head dim, keys)
     keys = key.transpose(2, 3)
     for image_query, image_key, product in zip(query, keys, out, strict=True):
         torch.baddbmm(product, image_query, image_key, beta=0, alpha=scale, out=product)
@@ -104,6 +106,7 @@ def _scaled_products_at_once(
     query: Tensor, key: Tensor, scale: float, out: Tensor
 ) -> None:
     """Write scale * query @ key^T to `out` in one call, which fills a GPU."""
+    # (images x heads, tokens, head dim): one product of all.
     left = torch.mul(query, scale).flatten(0, 1)
     right = key.flatten(0, 1)
     torch.bmm(left, right.transpose(1, 2), out=out.flatten(0, 1))
@@ -118,6 +121,7 @@ class KernelCall(AttentionCall):
         self.mask: Tensor | None = arguments.get("attn_mask")
         self.causal: bool = bool(arguments.get("is_causal"))
         scale = arguments.get("scale")
+        # The kernel's default, 1 / sqrt(head dim).
         self.scale: float = self.query.shape[-1] ** -0.5 if scale is None else scale
         self.output = output
         self.n_images, self.n_heads, self.n_tokens = self.query.shape[:3]
@@ -136,6 +140,7 @@ class KernelCall(AttentionCall):
             _scaled_products_at_once(query, key, self.scale, out)
         if self.mask is not None:
             mask = self.mask
+            # (images, 1 or heads, queries, keys)
             if mask.ndim == 4 and mask.shape[0] == self.n_images > 1:
                 mask = mask[images]  # else one for all images
             if mask.dtype == torch.bool:
@@ -143,6 +148,7 @@ class KernelCall(AttentionCall):
             else:
                 out.add_(mask)
         if self.causal:
+            # Aligned at the first key, as torch defines is_causal.
             is_later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device)
             out.masked_fill_(is_later.triu_(1), float("-inf"))
         return out
@@ -299,6 +305,7 @@ class AttentionWatch(AttentionMode):
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if not isinstance(scores, Tensor) or scores.ndim < 3 or not isinstance(dim, int):
             return
+        # From the end, as axes in front may be merged or missing (images x heads).
         axis = dim if dim < 0 else dim - scores.ndim
         n_keys = scores.shape[axis]
         over_first = axis == -scores.ndim
@@ -320,6 +327,7 @@ class AttentionWatch(AttentionMode):
         scores = self.pending.scores
         weights = self.pending.weights
         axis = self.pending.axis
+        # k @ q^T: the scores have keys before queries, and the product takes weights^T.
         if axis == -2 and scores.shape[-2] == scores.shape[-1]:
             scores = scores.transpose(-2, -1)
             weights = weights.transpose(-2, -1)
@@ -343,6 +351,7 @@ class AttentionWatch(AttentionMode):
         scores = self.pending.scores
         weights = self.pending.weights
         operands = [x for x in args if isinstance(x, Tensor)]
+        # Any operand of the einsum may be the weights.
         for index, operand in enumerate(operands):
             turned = _is_same_view(operand, weights.transpose(-2, -1))
             if turned or _is_same_view(operand, weights):
@@ -367,6 +376,7 @@ class AttentionWatch(AttentionMode):
         call = None
         if scores.ndim == 4 and value.ndim == 4:
             call = SoftmaxCall(scores, value, output)
+        # (images, heads, queries)
         *query, n_keys = scores.shape
         self.sink(AttentionEvent(tuple(query), n_keys, call=call))
 
@@ -376,6 +386,7 @@ class AttentionWatch(AttentionMode):
         if self.pending is not None and self.pending.depth >= depth:
             is_sure = self.pending.is_sure
             axis = self.pending.axis
+            # As if the softmax had been over the last axis.
             *query, n_keys = self.pending.scores.movedim(axis, -1).shape
             self.pending = None
             if not is_sure:

@@ -100,6 +100,8 @@ class Hooks:
             consumer: is called with the tensor.
             name: the site or sublayer, in errors.
         """
+        # A side is hooked once, whatever the number of sites there; the call tells them
+        # apart.
         self.consumers[hook_point.side].append((hook_point.call, consumer))
         self.expected.setdefault(hook_point.side, (hook_point.calls, name))
 
@@ -127,6 +129,7 @@ class Hooks:
         Raises:
             CaptureError: a module was called another number of times than its hook points expect.
         """
+        # A call that was never made is only seen afterwards.
         for side, (n_expected, name) in self.expected.items():
             n_calls = self.counts[side]
             if n_calls != n_expected:
@@ -204,6 +207,7 @@ class Capture:
         self._observer: Observer | None = None
         # Parts of a site or sublayer that came, by name, until all are there.
         self._waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        # By the path of the module, whose hooks turn the watch on and off.
         self._blocks = {table.attention_modules[block.name]: block for block in attention}
         self._current: AttentionBlock | None = None  # the block whose module is running
         self._n_attention_calls: Counter[str] = Counter()
@@ -261,6 +265,7 @@ class Capture:
         self._n_attention_calls.clear()
         self._joining.clear()
         try:
+            # A TorchFunctionMode costs time at each function, so none without attention.
             with self.watch if self._blocks else nullcontext():
                 output = self.model.module(x)
         finally:
@@ -309,6 +314,7 @@ class Capture:
 
         def deliver(x: Tensor) -> None:
             """Pass the site's tensor to the observer, split into prefix tokens and body."""
+            # A wrong batch would be split into prefix and body without any error.
             self._require_batch(site.name, x)
             assert self._observer is not None
             prefix, body = view.split(x)
@@ -328,6 +334,7 @@ class Capture:
                 """Keep one term; with the second one pass both to the observer."""
                 self._require_batch(sublayer.name, x)
                 parts = self._waiting[sublayer.name]
+                # (images, tokens, dim); 0 is the skip, 1 the branch
                 parts[i] = flat(x)
                 if len(parts) == 2:
                     assert self._observer is not None
@@ -366,11 +373,14 @@ class Capture:
         path = self.table.attention_modules[block.name]
         order = self.table.orders.get(ModuleSide(path, is_input=True))
         if order is not None:
+            # Packed images and clips: one attention in several calls, which are joined
+            # first.
             calls = order.calls(self.hooks.n_images)
             joined = self._joining.setdefault(block.name, calls).add(event)
             if joined is None:
                 return
             event = joined
+        # (images, heads, tokens)
         expected = (self.hooks.n_images, block.n_heads, block.layout.n_tokens)
         if event.call is None or event.query != expected or event.n_keys != expected[2]:
             raise CaptureError(

@@ -55,6 +55,7 @@ def attention_blocks(
     """
     attention = Attention()
     for path, index in read.block_index.items():
+        # Also of modules inside the block, whatever they are called.
         calls = [
             AttentionIn(module, event)
             for module, events in read.trace.events.items()
@@ -65,6 +66,7 @@ def attention_blocks(
             continue
         layouts = _raster_layouts(read, path)
         calls_by_name = _split_time_and_space(read, names[path], calls)
+        # NAME, or NAME.time and NAME.space.
         for name, calls_of_name in calls_by_name.items():
             disproved = demoted.get(f"{name} attention")
             if disproved:
@@ -80,6 +82,7 @@ def attention_blocks(
                     name,
                     index=index,
                     n_heads=event.query[1],
+                    # _capture_refusal has made sure that there is one.
                     layout=next(x for x in layouts if x.n_tokens == event.n_keys),
                     window=event.window,
                 )
@@ -89,6 +92,7 @@ def attention_blocks(
             if hook_point:
                 attention.heads[name] = hook_point
     if not attention.blocks:
+        # Each reason once, in the order of the blocks.
         reasons = list(dict.fromkeys(attention.left_out.values()))
         attention.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
     return attention
@@ -100,6 +104,7 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     if attention.refusal:
         return attention.refusal
     windows = {block.window for block in attention.blocks}
+    # Windows of clips have three sides.
     if any(window is not None and len(window) == 3 for window in windows):
         if any(len(names) > 1 for names in _names_by_index(attention).values()):
             return "attention is divided between time and space"
@@ -109,6 +114,8 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     if len(windows) > 1:
         return "attention is within windows in some blocks, and over all tokens in others"
     indices = [block.index for block in attention.blocks]
+    # Blocks without any attention may come before (a convolutional stem), but not
+    # between.
     if attention.left_out or indices != list(range(indices[0], n_blocks)):
         return "not every block has token-to-token attention"
     return None
@@ -147,6 +154,7 @@ def _split_time_and_space(
             # In a window that is one frame long, tokens of the same time see each other.
             kind = "space" if window[0] == 1 else "time"
             by_kind.setdefault(f"{name}.{kind}", []).append(call)
+    # Exactly two calls, one of each kind.
     is_divided = len(calls) == len(by_kind) == 2
     if read.geometry.frames is None or not is_divided:
         return {name: calls}
@@ -193,6 +201,7 @@ def _capture_refusal(
         return f"attention within {event.within}"
     if event.query[0] < n_images:
         return "one attention over the tokens of several images"
+    # Reshaped (images x windows or heads, ...): the number per image tells which.
     if event.query[0] != n_images:
         n_per_image = event.query[0] / n_images  # windows, or heads
         n_cells = min((layout.n_body for layout in layouts), default=0)
@@ -211,6 +220,7 @@ def _capture_refusal(
         )
     if event.value is None or len(event.query) != 3:
         return f"attention over {len(event.query) + 1} dimensions, not image, head, query, key"
+    # Keys of fewer tokens than the queries, as where PVT reduces them.
     if event.query[2] != event.n_keys:
         return f"pooled tokens: {event.query[2]} queries, {event.n_keys} keys"
     layout = next((x for x in layouts if x.n_tokens == event.n_keys), None)
@@ -218,6 +228,7 @@ def _capture_refusal(
         sizes = " or ".join(dict.fromkeys(str(x.n_tokens) for x in layouts))
         sizes = sizes or "unordered"
         return f"attention over {event.n_keys} entries, but the block has {sizes} tokens"
+    # By the values' response to changed corners: shapes alone do not show the order.
     if event.value.shape[1] != event.n_keys or not in_raster_order(event.value, layout):
         return "the tokens do not lie row by row inside the attention"
     return None

@@ -133,6 +133,8 @@ class _TracedBlock:
                 if left is not None:
                     point = HookPoint(name, "out", call=i, calls=len(calls))
                     self.leaving.append(_Passage(left, point, is_norm))
+        # Keys rise in the order in which tensors are first seen; named_modules is in
+        # another order.
         self.entering.sort(key=lambda passage: passage.seen.key)
 
     def two_branches(self) -> Description | None:
@@ -146,6 +148,7 @@ class _TracedBlock:
             mid = next((p for p in self.entering if p.seen.key == total), None)
             if mid is None or not mid.seen.shape == self.start.shape == self.end.shape:
                 continue
+            # Without attention before mid the first branch mixes tokens in another way.
             names = ("attn", "mlp") if self.attends(total) else ("token", "channel")
             stream = BlockHook("mid", mid.hook_point, ("residual",))
             first = self.sublayer(
@@ -165,6 +168,7 @@ class _TracedBlock:
             if first and second:
                 first_parts, first_residual = first
                 second_parts, second_residual = second
+                # `origin` is another part only where several inputs were joined first.
                 parts = [enters(self.path)]
                 if self.origin not in parts:
                     parts.append(self.origin)
@@ -178,6 +182,8 @@ class _TracedBlock:
         shortcut = self.shortcut(end)
         if shortcut is None:
             return None
+        # `in` keeps its name where the sum is plain; all else is a shortcut, as in
+        # families.resnet.
         is_plain = shortcut.hook_point.when == "in" and activation is None
         skip_name = "in" if is_plain else "shortcut"
         skip = BlockHook(skip_name, shortcut.hook_point, ("residual",))
@@ -185,6 +191,8 @@ class _TracedBlock:
         branch = self.branch(
             "branch", skip=skip, before=shortcut.key, total=total, after=end
         )
+        # A difference out - skip is the branch of a plain sum only, not behind an
+        # activation.
         if branch is None or (branch.witness is not None and not is_plain):
             return None
         parts = (skip, branch.part, total) if is_plain else (branch.part, skip, total)
@@ -212,6 +220,7 @@ class _TracedBlock:
     def joined(self) -> _Passage | None:
         """Return the first output of a layer that is a term of a sum, in a block that takes several
         tensors; None without one."""
+        # The stream and what a long skip brings.
         if len(self.trace.calls[self.path][0].inputs) < 2:
             return None
         terms = {key for pair in self.trace.sums.values() for key in pair}
@@ -225,6 +234,8 @@ class _TracedBlock:
     def branch_modules(self) -> list[str]:
         """Return the names that the function of this name returns."""
         stream = self.stream(self.end.key)
+        # The same two readings as `describe` tries: from the input, or from what joins
+        # the inputs.
         if not stream and (joined := self.joined()) is not None:
             self.start = joined.seen
             stream = self.stream(self.end.key)
@@ -247,6 +258,7 @@ class _TracedBlock:
         if self.start.key in terms:
             return [self.start.key, total]
         for term in terms:
+            # Terms are older than their sum and younger than the input: this ends.
             before = self.stream(term) if self.start.key < term < total else []
             if before:
                 return [*before, total]
@@ -257,6 +269,7 @@ class _TracedBlock:
         makes the output of it, None without one."""
         if self.end.key in self.trace.sums:
             return self.end.key, None
+        # A module without weights whose output is the block's: the sum is its input.
         for passage in self.leaving:
             point = passage.hook_point
             entered = self.trace.calls[point.module][point.call].entered
@@ -275,8 +288,10 @@ class _TracedBlock:
         terms = self.trace.sums.get(total, ())
         if self.start.key in terms:
             return _Shortcut(self.start.key, HookPoint(self.path, "in"))
+        # Of the same shape, an input that is not a term was changed first: no shortcut.
         if self.start.shape == self.end.shape:
             return None
+        # Both terms may come from the input; the shortcut is the one by fewer layers.
         n_layers_and_shortcuts = []
         for passage in self.leaving:
             point = passage.hook_point
@@ -335,6 +350,7 @@ class _TracedBlock:
         """Return the branch that is added to the stream: the output of a module, or else the
         difference of the sums, with the last module before it as its witness. The arguments are
         those of `sublayer`."""
+        # By key, so that a module that returns its input unchanged counts as well.
         added = self.other_term(after, before)
         outputs = [p.hook_point for p in self.leaving if p.seen.key == added]
         if outputs:
@@ -342,6 +358,8 @@ class _TracedBlock:
             depth = min(point.module.count(".") for point in outputs)
             outermost = [point for point in outputs if point.module.count(".") == depth]
             return _Branch(BlockHook(name, outermost[-1], ("residual",)), witness=None)
+        # No module gives the term (BEiT's gamma * branch): modules that ran between the
+        # sums.
         inside = [
             p
             for p in self.leaving
@@ -356,6 +374,7 @@ class _TracedBlock:
     def inner_parts(self, name: str, before: Key, after: Key) -> Iterator[BlockHook]:
         """Yield the parts inside a branch: the norm at its beginning, the heads' outputs, the MLP's
         hidden activations. The arguments are those of `sublayer`."""
+        # The norm takes the stream itself; in a post-norm block none does.
         for passage in self.entering:
             is_called_once = passage.hook_point.calls == 1
             if passage.norm and is_called_once and passage.seen.key == before:
@@ -417,6 +436,7 @@ def heads_hook_point(
     """
     candidates = []
     for name, calls in trace.calls.items():
+        # A layer that is called several times has no single input.
         if name.startswith(f"{path}.") and len(calls) == 1:
             seen = calls[0].entered
             if seen and seen.shape == value.shape and seen.key > value.key:

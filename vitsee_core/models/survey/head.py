@@ -28,6 +28,7 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
 def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the names of the classifier's tensors, as `head.`; () without a
     classifier."""
+    # By identity: get_classifier returns modules, not their paths.
     names = {id(module): name for name, module in model.named_modules()}
     return tuple(f"{names[id(m)]}." for m in classifiers(model) if id(m) in names)
 
@@ -50,6 +51,7 @@ def final_norm(model: nn.Module, trace: Trace, blocks: Sequence[str]) -> str | N
     without any.
     """
     norm = getattr(model, "norm", None)
+    # timm's name; Identity where the norm comes after pooling (fc_norm).
     if isinstance(norm, nn.Module):
         return None if isinstance(norm, nn.Identity) else "norm"
     last_output = trace.left(blocks[-1]) if blocks else None
@@ -88,8 +90,10 @@ def head_hook_points(
     vectors = []
     for layer in layers:
         seen = trace.by_image(trace.entered(layer))
+        # A map of 1 x 1 is a vector as well.
         if seen and all(n == 1 for n in seen.shape[2:]):
             vectors.append(seen)
+    # Several heads on stages (of different widths) have no mean.
     if len({seen.shape for seen in vectors}) > 1:
         missing["pooled"] = "several classifiers, on vectors of different sizes"
     elif layers and len(vectors) == len(layers):
@@ -100,6 +104,8 @@ def head_hook_points(
         missing["pooled"] = "no vector goes into the classifier"
 
     output = trace.by_image(trace.left(""))
+    # timm leaves an Identity where num_classes is 0: the output is then the pooled
+    # vector.
     has_head = any(not isinstance(head, nn.Identity) for head in heads)
     if output is None or len(output.shape) != 2 or not has_head:
         missing["logits"] = "the model's output is no vector of logits"
@@ -119,6 +125,7 @@ def _find_heads(model: nn.Module, trace: Trace) -> list[nn.Module]:
     heads = []
     for module in likely_classifiers(model):
         seen = trace.left(names[id(module)])
+        # The last linear layer by definition need not be the last that ran.
         if output and seen and seen.key == output.key:
             heads.append(module)
     return heads

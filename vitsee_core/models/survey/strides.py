@@ -66,6 +66,7 @@ class Steps:
     def _step_from_sizes(self, grid: Grid) -> Step:
         """Return the step of a grid whose path no layer shows, from the grids that are known."""
         latest = list(self.steps)[-1]
+        # Smallest first: the nearest grid that a whole stride leads from.
         larger = [g for g in self.steps if g[0] >= grid[0] and g[1] >= grid[1]]
         larger.sort(key=math.prod)
         source = None
@@ -92,6 +93,7 @@ class Steps:
 def _next_step(before: Step, stride: Pair) -> Step:
     """Return the step behind a layer of this stride, in cells of the grid before it."""
     stride_px = before.stride_px[0] * stride[0], before.stride_px[1] * stride[1]
+    # A layer of stride 1 that only crops is not a reduction.
     return Step(stride_px, before.reductions + (max(stride) > 1))
 
 

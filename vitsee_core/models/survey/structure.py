@@ -16,6 +16,7 @@ CONTAINERS = ("blocks", "stages", "layers")
 # This many layers in a row make a stack (VGG); fewer are the stem of something else.
 MIN_STACK = 4
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# timm's norms with an activation inside derive from these.
 _LEAVES = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 NamedModules = Sequence[tuple[str, nn.Module]]  # path, module
 
@@ -60,6 +61,7 @@ def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
     blocks = blocks or finder.lone_list()
     blocks = blocks or list(finder.trunk("", model))
     blocks = blocks or list(finder.stack_ends(model, min_layers=1))
+    # By when they ended: modules need not be defined in the order in which they run.
     return sorted(blocks, key=lambda path: trace.calls[path][0].ended)
 
 
@@ -71,6 +73,7 @@ def repeated_blocks(
     Beside blocks these are members of the same lists, of the same class; in a model without blocks
     all modules of several layers. Modules within one another are named once.
     """
+    # (path of the list, class) of the blocks.
     lists_and_classes = set()
     for path in blocks:
         parent = path.rpartition(".")[0]
@@ -95,6 +98,7 @@ def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
     """
     if not blocks:
         return {}
+    # A plain ViT: one list on one grid has short names, `blocks.0` and on.
     parents = {path.rpartition(".")[0] for path in blocks}
     if len(parents) == 1 and "" not in parents and _are_alike(blocks, trace):
         numbers = _numbers_in_list(blocks, parents.pop(), trace)
@@ -112,6 +116,7 @@ def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
     are_numbered = n_common > 0 and all(
         words[n_common].isdigit() for words in words_of_paths
     )
+    # `layers.0` and `layers.1`, not `0` and `1`.
     n_cut = n_common - 1 if are_numbered else 0  # the list's own name stays
     return {
         path: ".".join(words[n_cut:])
@@ -161,6 +166,8 @@ class _BlockFinder:
             layer_name = getattr(recorder, "layer_name", None) or ""
             if not isinstance(block_class, type):
                 continue
+            # By when their outputs were first seen, as the class's instances may lie in
+            # several lists.
             keys_and_paths: list[tuple[Key, str]] = []
             for child_path, child in module.named_modules(prefix=path):
                 if layer_name not in child_path or not isinstance(child, block_class):
@@ -183,6 +190,7 @@ class _BlockFinder:
         if not blocks:
             return []
         members_elsewhere: list[str] = []
+        # Lists that neither hold a known block nor lie within one.
         for members in self.token_lists():
             if not any(
                 _one_holds_other(member, path) for member in members for path in blocks
@@ -197,10 +205,12 @@ class _BlockFinder:
         tokens."""
         for path, module in self.model.named_modules():
             members = [join(path, name) for name, _ in module.named_children()]
+            # Leaves beside the blocks (an activation in a Sequential) do not count.
             classes = {type(child) for child in module.children() if not is_leaf(child)}
             if not isinstance(module, _LISTS) or len(members) < 2 or len(classes) != 1:
                 continue
             outputs = [self.positional_output(member) for member in members]
+            # (images, tokens, dim)
             if all(seen is not None and len(seen.shape) == 3 for seen in outputs):
                 yield members
 
@@ -212,6 +222,7 @@ class _BlockFinder:
             modules = [self.model.get_submodule(member) for member in members]
             member_class = next(type(m) for m in modules if not is_leaf(m))
             lists_by_class[member_class].append(members)
+        # Most of the weights: decoders and necks have lists of blocks, too.
         half = sum(p.numel() for p in self.model.parameters()) / 2
         for lists in lists_by_class.values():
             if len(lists) == 1 and self._n_weights(lists[0]) > half:
@@ -229,6 +240,7 @@ class _BlockFinder:
             child_path = join(path, name)
             if name in CONTAINERS and not is_leaf(child):
                 blocks: list[str] = []
+                # MNASNet: `layers` is a list of layers and of lists of blocks.
                 if self._holds_lists_among_layers(child):
                     blocks = list(self.trunk(child_path, child))
                 yield from blocks or self.expand(
@@ -241,6 +253,8 @@ class _BlockFinder:
         """Yield the blocks among a module's composite children: those in lists, else those numbered
         like their siblings, else all of them."""
         children: dict[str, nn.Module] = {}
+        # A list that mixes layers and blocks (torchvision's `features`) is looked into;
+        # one of layers alone is left to `stack_ends`.
         for name, child in module.named_children():
             is_mixed = isinstance(child, _LISTS) and _is_mixed(child)
             if is_mixed and any(not is_leaf(member) for member in child.children()):
@@ -268,6 +282,7 @@ class _BlockFinder:
             for name, child in children.items()
             if name[-1].isdigit() and stems[_stem(name)] > 1
         ]
+        # Plain stacks before the remaining children: VGG's layers lie in one Sequential.
         blocks = list(self._expand_each(numbered)) or list(self.stack_ends(module, path))
         if not blocks:
             composite = [(join(path, name), child) for name, child in children.items()]
@@ -286,6 +301,7 @@ class _BlockFinder:
             listed: paths of the lists' blocks.
         """
         classes = {type(self.model.get_submodule(block)) for block in listed}
+        # Each ran once: that made it a block.
         ends = [self.trace.calls[block][0].ended for block in listed]
         for name, child in children.items():
             child_path = join(path, name)
@@ -342,6 +358,8 @@ class _BlockFinder:
             if not isinstance(inner, _LISTS) or all(map(is_leaf, inner.children())):
                 continue
             inner_path = join(path, name)
+            # Where it can be no stage, the module is a block itself, unless it only hands
+            # on the output of its list's last member.
             is_block = not may_be_stages and self.positional_output(path) is not None
             if not is_block or self._ends_in_last_member(path, inner_path, inner):
                 blocks = list(self.expand(inner_path, inner, may_be_stages=False))
@@ -390,6 +408,8 @@ class _BlockFinder:
         are_numbered = all(child_path[-1].isdigit() for child_path, _ in children)
         if len(stems) != 1 or not are_numbered or _is_mixed(module):
             return False
+        # A stage that returns several tensors has no single output: the names decide
+        # alone.
         output = self.positional_output(path)
         last_output = self.positional_output(children[-1][0])
         if output is None:
@@ -413,6 +433,8 @@ def _are_alike(blocks: Sequence[str], trace: Trace) -> bool:
     (shape,) = shapes
     if len(shape) == 3:
         return True
+    # Maps, (images, channels, rows, cols) or channels last: only alike where each
+    # attends.
     for path in blocks:
         if not any(f"{module}.".startswith(f"{path}.") for module in trace.events):
             return False
