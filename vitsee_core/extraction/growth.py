@@ -94,6 +94,8 @@ class GrowthState(NamedTuple):
 def read_growth_state(writer: StoreWriter) -> GrowthState:
     """Read which generations of a store are complete, and which one is not."""
     first, *later = read_generations(writer.files)
+    # Generations are added one after the other: the first that is not complete ends the
+    # store.
     complete = [
         first,
         *itertools.takewhile(lambda generation: generation.complete, later),
@@ -139,6 +141,7 @@ def grow_store(
         **fixed_identity(model, selection, layout.canvas),
         **given_identity(keep, request.data, choices, first_plan),
     }
+    # The fields in which a store may grow are compared by find_addition and check_sites.
     compared = {key: value for key, value in identity.items() if key not in GROWING}
     check_choices(store.manifest, model, compared, GROWS)
     check_sites(stored_choices, choices, keep)
@@ -163,6 +166,7 @@ def grow_store(
         if state.unfinished is not None and state.unfinished.published:
             raise _lost_slabs(state.unfinished)
         return prepared
+    # Equal weights are not enough: kernels and libraries may have changed since.
     check_reproduced(store, model, table, first, device, choices.precision)
     return _prepare_addition(state, request, layout, prepared, addition)
 
@@ -200,6 +204,7 @@ def _prepare_addition(
     first = prepared.first
     number = store.generation + 1
     rows = addition.rows(store.plan)
+    # A generation adds sites or images, never both (find_addition).
     adds_sites = addition.n_images == store.plan.n_images
     identity = {
         **store.manifest.identity,
@@ -213,6 +218,8 @@ def _prepare_addition(
     identity["generation"] = number
     joined = None
     if state.unfinished is not None:
+        # Goes on with the plan that was recorded, not with one that this process would
+        # make.
         joined = StoreWriter(state.unfinished.files, state.unfinished.manifest)
         check_same_addition(state.unfinished, identity)
         plan = joined.plan
@@ -235,6 +242,7 @@ def _prepare_addition(
         )
         if joined is None:
             plan = plan_with_erf
+    # Only the rows of the generation, whose numbers begin at its first slab.
     selection = dataclasses.replace(selection, samples=selection.samples.subset(rows))
     if joined is not None:
         manifest = joined.manifest
@@ -326,10 +334,13 @@ def find_addition(
                 f"(give --images {plan.n_images})"
             )
         return Addition(in_order(sites, layout.storable), first_slab=0, n_images=n_images)
+    # By fingerprint, so that order, labels and ids count as well as the images.
     first_part = selection.samples.subset(slice(0, plan.n_images))
     begins_alike = first_part.fingerprint() == store.manifest.samples_fingerprint
+    # Raises, as the images are others than the store's.
     if n_images <= plan.n_images or not begins_alike:
         check_identity(store.manifest.identity, images, _why_other(data))
+    # Without --images the number follows from the data, which may have grown unnoticed.
     if data.images is None:
         hint = f"; --images {n_images} would add the others"
         if data.per_class is not None:
@@ -347,6 +358,8 @@ def find_addition(
             f"images ({n_images} in place of {plan.n_images}): add one after the other, first "
             f"with --images {plan.n_images}, then with --images {n_images}"
         )
+    # Rounded down: a last slab that is not full is made again with the images that fill
+    # it.
     return Addition(plan.sites, first_slab=plan.n_images // plan.slab, n_images=n_images)
 
 

@@ -147,6 +147,7 @@ class SlabLoop:
             for k in todo:
                 if not self._make(k, feed, tools):
                     break
+            # Whether slabs are broken is known once the writer has looked at their peaks.
             self._wait()
             if self._broken:
                 self._make_again(tools)
@@ -173,6 +174,8 @@ class SlabLoop:
         plan = self.prepared.plan
         with self.clock("waiting for the writer"):
             buffers = self._take(self._free)
+            # Memory for waiting activations is taken before the pass, not in the midst of
+            # it.
             tools.grams.reserve_memory(buffers, self._take)
         if not self._forward(k, buffers, feed, tools):
             return False
@@ -288,6 +291,7 @@ class SlabLoop:
         """
         device = self.prepared.device
         with ExitStack() as stack:
+            # Made once for all slabs, as pinning memory takes time.
             for _ in range(sets):
                 buffers = SlabBuffers(plan, pinned=device.type == "cuda")
                 stack.callback(buffers.release)
@@ -314,6 +318,8 @@ class SlabLoop:
                 if future.done():
                     future.result()
             try:
+                # In short waits, so that an error of the writer ends the run although no
+                # buffers come.
                 return free.get(timeout=0.2)
             except queue.Empty:
                 continue
@@ -402,7 +408,9 @@ class SlabLoop:
         plan = self.prepared.plan
         if self.erf is None or plan.erf is None or row >= plan.erf.n_images:
             return True
+        # NativeCapture has no receptive fields: own grids exclude --erf.
         assert isinstance(tools.capture, Capture)
+        # Only the first n_images rows of the store have receptive fields.
         valid = torch.from_numpy(batch.valid[: plan.erf.n_images - row])
         valid_pixels = pixels[: len(valid)][valid.to(pixels.device)]
         # Receptive fields have forward passes of their own, which must not fill the slab.
@@ -421,6 +429,7 @@ class SlabLoop:
         rows = plan.rows(k)
         n_images = rows.stop - rows.start
         where = f"{plan.examples} {rows.start} to {rows.stop - 1}"
+        # Copies from the device may still be under way.
         buffers.wait()
         precision = self.prepared.precision
         with self.clock("writing"):
@@ -438,6 +447,8 @@ class SlabLoop:
             if self.prepared.recorded is not None:
                 ids = self.prepared.selection.samples.ids
                 self.prepared.recorded.check(rows.start, slab["hash"], ids)
+            # Processes on one store may make the same slab; the one that comes second
+            # writes nothing.
             with locked(self.writer.place, [k], wait=True):
                 size = self.writer.write_slab(k, slab, self.provenance)
         if not size:

@@ -94,6 +94,8 @@ def choose(
     patterns = _first_given(keep.sites, stored.get("sites"))
     if patterns is None:
         require_blocks(table)
+        # Default groups that the model lacks are left out with a reason; named ones would
+        # be refused.
         groups = {group for site in table.sites for group in site.groups}
         patterns = [group for group in DEFAULT_SITES if group in groups] or DEFAULT_SITES
         for group in DEFAULT_SITES:
@@ -101,6 +103,7 @@ def choose(
                 left_out[group] = "the model has none of these sites"
     tokens_default, tokens_by_selector = parse_tokens(keep.tokens)
     dtype_default, dtype_by_selector = parse_dtypes(keep.dtype)
+    # The identity keeps the default beside the selectors, under a name that no site has.
     if keep.tokens is None and "tokens" in stored:
         tokens_by_selector = dict(stored["tokens"])
         tokens_default = tokens_by_selector.pop("default")
@@ -109,6 +112,7 @@ def choose(
         dtype_default = dtype_by_selector.pop("default")
     names: set[str] = set()
     if patterns:
+        # Aliases are chosen by either name, and stored under one.
         names = stored_names(select_names(patterns, table.sites))
     tokens = _values_by_site(names, tokens_default, tokens_by_selector, table)
     dtypes = _values_by_site(names, dtype_default, dtype_by_selector, table)
@@ -123,6 +127,7 @@ def choose(
     ) -> Any:
         """Return the value of an option, or `off` if the model refuses it as a default."""
         value = _first_given(explicit, stored.get(name, default))
+        # A store's value counts as a default: another model may not support it.
         if value == off or refusal is None:
             return value
         if explicit is not None:
@@ -144,6 +149,7 @@ def choose(
         off=False,
         refusal=table.residual_refusal,
     )
+    # Rollout has no option of its own: it is made wherever attention is.
     if attention != "none" and table.rollout_refusal is not None:
         left_out["rollout"] = table.rollout_refusal
     inputs = None
@@ -203,6 +209,8 @@ def require_blocks(table: SiteTable) -> None:
     """
     if any(site.block is not None and "modules" in site.groups for site in table.sites):
         return
+    # The beginnings of the reasons in `left_out`, of which only these two mean hidden
+    # blocks.
     causes = {
         "called ": "one block shared by all depths, or several passes for one image",
         "its first dimension ": "images doubled, flipped or cropped inside the model",
@@ -283,6 +291,7 @@ def build_plan(
         sublayers = tuple((s.name, s.layout) for s in table.sublayers)
     erf = choices.erf
     if erf is not None:
+        # Fewer images than were asked for: all of them have receptive fields.
         erf = dataclasses.replace(erf, n_images=min(erf.n_images, n_images))
     return StorePlan(
         n_images=n_images,
@@ -308,6 +317,7 @@ def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, 
 
     The first group has no prefix, so that most models have `attention/` without folders.
     """
+    # In the order in which layouts are met, as dictionaries keep it.
     alike: dict[tuple[TokenLayout, tuple[int, ...] | None], list[AttentionBlock]] = {}
     for block in blocks:
         alike.setdefault((block.layout, block.window), []).append(block)
@@ -315,6 +325,7 @@ def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, 
     for (layout, window), members in alike.items():
         prefix = ""
         if groups:
+            # Its tokens per axis name a further group, for instance grid_7x7_window_7x7.
             prefix = f"grid_{'x'.join(map(str, layout.body))}"
             if window is not None:
                 prefix += f"_window_{'x'.join(map(str, window))}"
@@ -335,11 +346,13 @@ def relative_depths(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
 
     The relative depth is the index over the last block's, or the last sublayer's.
     """
+    # The depth of the first block's output is 1, as the embedding has 0.
     last_block = max(
         (site.depth - 1 for site in table.sites if site.part == "out"), default=0
     )
     last_sublayer = max((sublayer.index for sublayer in table.sublayers), default=0)
     depths = []
+    # At least 1, as a model of a single block would divide by 0.
     for block in table.attention:
         depths.append((block.name, block.index, block.index / max(last_block, 1)))
     for sublayer in table.sublayers:
@@ -370,6 +383,7 @@ def slab_bytes(plan: StorePlan) -> int:
     """
     total = 0
     for spec in arrays(plan).values():
+        # Arrays with a row for each image, and the slab's one Gram matrix of each site.
         if spec.per == "image" or spec.pairs:
             n_rows = plan.slab if spec.per == "image" else 1
             # int64: a product of numpy's default type overflows on some systems
@@ -427,6 +441,8 @@ def fit_slab(
         return slab, None
     default = min(max(1, DEFAULT_SLAB // images_per_example(table)), n_images)
     slab = default
+    # A quarter: the model, its activations and the page cache need memory beside the
+    # slabs.
     while slab > 1 and bytes_of_two(slab) > memory // 4:
         slab = (slab + 1) // 2
     note = None
@@ -472,6 +488,7 @@ HEADER = "array,shape,dtype,bytes,bytes_per_image,files"
 def total_size(plan: StorePlan) -> Size:
     """Return the size of the whole store, with the metadata files of its groups."""
     sizes = array_sizes(plan)
+    # Each group has a metadata file of its own, the root (".") among them.
     groups = {
         str(parent) for size in sizes for parent in PurePosixPath(size.name).parents
     }
@@ -504,6 +521,7 @@ def array_sizes(plan: StorePlan) -> list[Size]:
     """Return the size of every array, in writing order."""
     sizes = n_bytes(plan)
     return [
+        # The files of an array are its chunks and one of metadata.
         Size(path, tuple(spec.shape), spec.dtype, sizes[path], math.prod(spec.grid) + 1)
         for path, spec in arrays(plan).items()
     ]

@@ -82,7 +82,9 @@ class RecordedImages:
         Raises:
             IdentityMismatch: names the images that differ.
         """
+        # Rows beyond the recorded ones are new images, which nothing is compared with.
         expected = self.hashes[first_row : first_row + len(hashes)]
+        # 0 against another hash: readable at one of both times only.
         differing = np.flatnonzero(expected != hashes[: len(expected)]) + first_row
         if len(differing):
             names = abbreviate([ids[row] for row in differing.tolist()])
@@ -168,6 +170,7 @@ def of_same_model(
         IdentityMismatch: the store is of another architecture.
         VitseeError: no such device, images or model.
     """
+    # A device that is not there is refused before a model is loaded.
     device = resolve_device(request.run.device)
     selection = chosen_images(request.data, stored, progress)
     with soon_said("loading the model"):
@@ -194,6 +197,7 @@ def join_store(
     device, selection, layout = of_same_model(writer, stored, request, progress)
     model = layout.model
     table = layout.table
+    # What the request leaves open comes from the store, and is compared with it below.
     choices = choose_of(layout, keep, stored)
     changes = changes_of(layout, keep, selection, stored.get("seed", 0))
     identity: dict[str, Any] = {}
@@ -210,6 +214,8 @@ def join_store(
         # weights are collected before the model leaves the CPU.
         weights = small_weights(model, table, stored.get("head_weights"))
     model.module.to(device)
+    # The first images are loaded once for three checks: same images, self-check,
+    # receptive fields.
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
     check = run_self_check(
@@ -223,6 +229,7 @@ def join_store(
         plan_is_stored=True,
     )
     erf = None
+    # A complete store computes nothing more.
     if plan.erf is not None and not writer.complete:
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
     return Prepared(
@@ -278,6 +285,7 @@ def plan_store(request: Request, progress: Progress = SILENT) -> Prepared:
         precision=choices.precision,
         changes=changes,
     )
+    # The check ran on the whole plan: what it disproved leaves the plan now.
     plan = without_sublayers(plan, check.left_out)
     erf = None
     without_erf: dict[str, str] = {}
@@ -307,6 +315,7 @@ def plan_store(request: Request, progress: Progress = SILENT) -> Prepared:
         },
         info={
             "data": data.record(),
+            # The folder that a relative path in `data` is meant in.
             "data_folder": os.getcwd(),
             "checkpoint": getattr(request.model, "checkpoint", None),
             "selection": selection.identity,
@@ -387,6 +396,7 @@ def plan_contents(
         notes.append(slab_note)
     notes += gram_notes(plan)
     notes += weights.notes
+    # The plan has already cut the number.
     if keep.erf is not None and keep.erf > n_images:
         notes.append(f"--erf {keep.erf}: there are {n_images} images, all are used")
     return PlannedContents(choices, plan, weights, notes)
@@ -409,6 +419,8 @@ def choose_of(
     try:
         return choose(keep, stored, layout.storable, layout.input_size)
     except SiteError as error:
+        # Canvases in parts store sites with a grid only, so a selector may match nothing
+        # for that reason.
         if layout.canvas is None or not layout.canvas.in_parts:
             raise
         option = "--tiles" if layout.canvas.tiles else "--native"
@@ -518,8 +530,10 @@ def _open_data(
             progress=progress,
         )
 
+    # Asked for by the model, an option, or the store that is continued.
     if clips or data.has_clip_options or "clip" in stored.get("transform", {}):
         return open_as(as_clips=True)
+    # Images first: a folder of images is also a folder of frames.
     try:
         return open_as(as_clips=False)
     except DataError as error:
@@ -613,6 +627,7 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
     left = min(start for start, _ in col_ranges)
     right = max(stop for _, stop in col_ranges)
     height, width = model.input_size[1:]
+    # Half-open pixel ranges of all patches together.
     if (top, left, bottom, right) == (0, 0, height, width):
         return []
     return [

@@ -131,6 +131,7 @@ class LabelledRows:
             replicates: (blocks,) the accuracy without each block.
         """
         del value, replicates
+        # An interval of a share alone needs counts, not replicates (segments need these).
         assert right is not None
         _, _, low, high = accuracy_interval(np.arange(n) < right)
         return low, high
@@ -156,6 +157,7 @@ class LabelledRows:
         mask = np.zeros(self.store.n_images, bool)
         mask[self.rows[examples]] = True
         n_read = 0
+        # Blocks come in the order of the rows, so examples are counted off as they come.
         for x in features.blocks(mask, tokens, jobs=jobs, memory=memory):
             yield examples[n_read : n_read + len(x)], x
             n_read += len(x)
@@ -305,6 +307,7 @@ def _label_difference(train: LabelledRows, test: LabelledRows) -> str:
     """Return in words how the classes of two stores differ, "" if they fit together."""
     a = train.store
     b = test.store
+    # Numbers alone: they fit as long as none is beyond the named classes.
     if a.class_names is None or b.class_names is None:
         if test.labels.max() >= train.n_classes:
             return f"{b.label} has label {test.labels.max()}, {a.label} {train.n_classes} classes"
@@ -312,6 +315,7 @@ def _label_difference(train: LabelledRows, test: LabelledRows) -> str:
     differences = []
     if train.n_classes != test.n_classes:
         differences.append(f"{train.n_classes} classes against {test.n_classes}")
+    # Not strict: different numbers of classes were noted above.
     pairs = zip(train.classes, test.classes, strict=False)
     for i, (train_name, test_name) in enumerate(pairs):
         if train_name != test_name:
@@ -349,6 +353,7 @@ def shared_images(
     Raises:
         StoreMismatch: there are shared images, and `allow_shared` is not set.
     """
+    # Each image once, where rows were drawn with repetition.
     rows = np.unique(test_rows)
     same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
     shared = rows[same_bytes | same_pixels]
@@ -407,8 +412,10 @@ def shared_ids(
         return []
     rows = np.unique(test_rows)
     same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
+    # (images,) bytes
     train_ids = _id_bytes(train)[np.unique(train_rows)]
     test_ids = _id_bytes(test)[rows]
+    # Equal ids have equal stems: these count as well.
     same_stem = np.isin(_without_endings(test_ids), _without_endings(train_ids))
     same_stem_only = same_stem & ~same_bytes & ~same_pixels
     n_same = int(same_stem_only.sum())
@@ -428,6 +435,7 @@ def shared_ids(
 def _id_bytes(store: Store) -> NDArray[np.bytes_]:
     """Return (images,) the ids as bytes, which take a quarter of the memory of NumPy's text."""
     encoded = np.ascontiguousarray(store.samples.encoded_id)
+    # Each id padded with NUL to one width, which NumPy's bytes end at.
     return encoded.view(f"S{encoded.shape[1]}")[:, 0]
 
 
@@ -460,6 +468,7 @@ def accuracy_interval(correct: Mask) -> tuple[float, float, float, float]:
     if n == 0:
         return (math.nan,) * 4
     p = float(np.count_nonzero(correct)) / n
+    # Of ones and zeros with the divisor n - 1.
     std = math.sqrt(p * (1 - p) * n / (n - 1)) if n > 1 else math.nan
     low, high = wilson(p, n)
     return p, std, float(low), float(high)
@@ -485,6 +494,7 @@ def why_not_own(store: Store, mask: Mask, n_classes: int) -> str:
         n_classes: the number of classes of the head.
     """
     labels = store.samples.label[mask]
+    # Without names the largest label is all that is known.
     n = len(store.class_names or ()) or int(labels.max(initial=-1)) + 1
     if not (labels >= 0).any():
         return f"{store.label} has no labels"
@@ -508,6 +518,7 @@ def word_or_number(text: str, words: Sequence[str], expected: str) -> str | floa
         value = float(text)
     except ValueError:
         value = 0.0
+    # Also refuses NaN.
     if not 0 < value < float("inf"):
         raise VitseeError(f"{text!r}; expected {expected}")
     return value

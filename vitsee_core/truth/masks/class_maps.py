@@ -73,6 +73,7 @@ def join_maps(sources: Sequence[ClassMaps]) -> ClassMaps:
     """
     first, *others = sources
     for other in others:
+        # In the same order: the number of a class is its place.
         if list(other.classes) != list(first.classes):
             raise VitseeError(
                 f"{first.name} and {other.name} have different classes ({len(first.classes)} and "
@@ -136,8 +137,10 @@ class SegmentMaps:
         """Return (height, width) classes of an image, `IGNORED` for pixels without a class."""
         class_number = {name: number for number, name in enumerate(self.classes)}
         segments = self.source.segments(i)
+        # An image without segments takes its size from the foreground mask.
         shape = segments[0].mask.shape if segments else self.source.read(i).shape
         unannotated = IGNORED
+        # Panoptic files annotate every pixel that has a class, so the rest has none.
         if not self._panoptic:
             unannotated = class_number.get(BACKGROUND, IGNORED)
         class_map = np.full(shape, unannotated, np.uint8)
@@ -147,6 +150,7 @@ class SegmentMaps:
                 class_map[segment.mask] = IGNORED
         for segment in segments:
             if not segment.crowd:
+                # Ignored categories have no number.
                 class_map[segment.mask] = class_number.get(segment.category, IGNORED)
         return class_map
 
@@ -185,6 +189,7 @@ def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
             f"--ignore {unknown[0]}: no category of {source.name}; expected a name like "
             f"{all_classes[0]} or {all_classes[-1]}"
         )
+    # 255 is IGNORED in 8 bits, so numbers end at 254.
     if len(maps.classes) > IGNORED:
         raise VitseeError(
             f"{source.name} has {len(maps.classes)} categories; at most {IGNORED} are read"

@@ -81,6 +81,7 @@ class DepthMaps:
     def read(self, i: int) -> DepthMap:
         """(height, width) metres, NaN for pixels without a depth. Raises VitseeError: the map
         cannot be read, or no pixel of it has a depth; names the file."""
+        # A new array in float32, so that the file's own values are not overwritten.
         found = self.files.read(i).astype(np.float32)
         there = np.isfinite(found) & (found > MIN_DEPTH) & (found < self.max_depth)
         if not there.any():
@@ -169,6 +170,7 @@ class NyuFile:
     def read(self, i: int) -> NDArray[Any]:
         with open_hdf5(self.name) as file:
             try:
+                # (width, height) in HDF5's order -> (height, width)
                 return np.asarray(file[DEPTHS][i]).T
             except OSError as error:
                 raise VitseeError(f"{self.where(i)} cannot be read: {error}") from None
@@ -201,6 +203,8 @@ class PngDepths:
         files = png_files(path, "16-bit depth map")
         nyu = [name for name in files if _NYU_FILE.search(name)]
         if nyu:
+            # The image of the depth map; its ending does not count when names are
+            # matched.
             keys = [_NYU_FILE.sub(r"\1rgb_\2.png", name) for name in nyu]
             layout = "NYU Depth V2, sync_depth_*.png"
             return cls(str(path), tuple(nyu), tuple(keys), scale or NYU_SCALE, layout)
@@ -213,6 +217,7 @@ class PngDepths:
 
     @property
     def deepest(self) -> float:
+        # One more than the largest value: the bound itself is left out.
         return (LARGEST + 1) / self.scale
 
     def where(self, i: int) -> str:
@@ -220,9 +225,11 @@ class PngDepths:
 
     def read(self, i: int) -> NDArray[Any]:
         image, _ = FileOpener(self.name, exif=self.exif).load(self.files[i])
+        # The modes in which Pillow opens 16-bit PNG files, by its version.
         if len(image.getbands()) > 1 or image.mode not in ("I", "I;16", "I;16B"):
             raise VitseeError(
                 f"{self.where(i)} is an image of mode {image.mode}; expected one channel of 16 "
                 "bits (a depth map as its authors distribute it, not a picture of it)"
             )
+        # float64: 16-bit values over a scale, rounded once to float32 by the caller.
         return np.asarray(image).astype(np.float64) / self.scale

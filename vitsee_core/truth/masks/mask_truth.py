@@ -98,6 +98,7 @@ def ground_truth(
     matched, numbers = match_rows(store, masks, rows)
     sizes = store.sizes.tolist()
     boxes = store.samples.box
+    # Void as long as no mask says otherwise: rows without a mask stay so.
     labels = {
         group: np.full((store.n_images, layout.n_body), VOID, np.uint8)
         for group, layout in layouts.items()
@@ -123,6 +124,7 @@ def ground_truth(
             any_foreground = any_foreground or has_foreground
             any_void = any_void or has_void
             progress.advance(1)
+    # A row counts if any of its grids has a foreground token.
     mask = np.zeros(store.n_images, bool)
     for values in labels.values():
         mask |= (values == FOREGROUND).any(1)
@@ -260,6 +262,7 @@ def cut_to_image(
     Raises:
         VitseeError: the box reaches out of the mask, or the part is not of the image's size.
     """
+    # NaN in a store with boxes says that this image is a whole file.
     if box is not None and np.isfinite(box).all():
         try:
             top, left, bottom, right = box_pixels(
@@ -293,6 +296,7 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64
     """
     paths = [_path_of(name) for name in images]
     mask_paths = [_path_of(name) for name in masks]
+    # Names that occur twice match nothing, rather than one of both by chance.
     mask_by_path = _index_of_unique(mask_paths)
     mask_by_file = _index_of_unique([_file_name(path) for path in mask_paths])
     unique_files = _index_of_unique([_file_name(path) for path in paths])
@@ -343,6 +347,7 @@ def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
     steps = tuple(
         (name, _arguments_for_labels(name, arguments)) for name, arguments in recipe.steps
     )
+    # One channel in place of three.
     return Recipe((1, *recipe.shape[1:]), steps)
 
 
@@ -351,6 +356,7 @@ def _arguments_for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, .
     if name in _RESIZING_STEPS:
         return (*arguments[:-1], "nearest")
     if name == "center_crop":
+        # The fill, for transforms that pad with the mean colour.
         return (arguments[0], 0, *arguments[2:])
     return arguments
 
@@ -388,6 +394,8 @@ def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels
     n_known = n_pixels - n_void
     is_foreground = n_foreground > 0
     if foreground == "half":
+        # Doubled rather than halved: integers. A cell without known pixels stays
+        # background by the line above, and becomes void below.
         is_foreground &= 2 * n_foreground >= n_known
     tokens = is_foreground.astype(np.uint8) * np.uint8(FOREGROUND)
     tokens[(n_void > n_known) | (n_pixels == 0)] = VOID
@@ -401,7 +409,10 @@ def _count_per_cell(
 
     By a summed-area table: a cell's count is the difference of the sums at its corners.
     """
+    # A row and a column of zeros in front, so that cells at the edge need no case of
+    # their own.
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
     sums[1:, 1:] = mask.cumsum(0, dtype=np.int64).cumsum(1)
+    # (rows + 1, cols + 1)
     corners = sums[np.ix_(*edges)]
     return np.diff(np.diff(corners, axis=0), axis=1)

@@ -53,6 +53,7 @@ def _upright(source: Any) -> Any:
         return replace(source, source=_upright(source.source))
     if isinstance(source, DepthMaps):
         return replace(source, files=_upright(source.files))
+    # Sources of PNG files; outlines and .mat have no orientation.
     if isinstance(source, MaskFolder | PngMaps | PanopticMasks | PngDepths):
         return replace(source, exif=True)
     return source
@@ -99,12 +100,14 @@ def has_orientation(path: Path) -> bool:
 
     A file that cannot be read does not: whoever reads its pixels says what is wrong.
     """
+    # Sources name places that are no files, too ("depth map 3 of FILE").
     if path.suffix.lower() != ".png" or not path.is_file():
         return False
     try:
         with path.open("rb") as file:
             if not _may_have_orientation(file):
                 return False
+        # Decoded only where a chunk may hold one: Pillow then says which.
         image, _ = FileOpener(str(path.parent)).load(path.name)
     except (OSError, ImageError):
         return False
@@ -119,6 +122,7 @@ def _may_have_orientation(file: IO[bytes]) -> bool:
     """
     if file.read(len(_PNG_SIGNATURE)) != _PNG_SIGNATURE:
         return True
+    # A chunk is length, type, data and checksum (PNG specification, 5.3).
     while len(head := file.read(_LENGTH_BYTES + _TYPE_BYTES)) == (
         _LENGTH_BYTES + _TYPE_BYTES
     ):

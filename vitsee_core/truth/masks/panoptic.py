@@ -60,6 +60,7 @@ class PanopticMasks(AnnotationFile):
         labels = np.full(numbers.shape, VOID, np.uint8)
         for one in self.annotations[i]["segments_info"]:
             kind = FOREGROUND if one["category_id"] in self.things else BACKGROUND
+            # Segments of a panoptic file do not overlap: their order does not matter.
             labels[numbers == one["id"]] = VOID if flag(one, "iscrowd") else kind
         return labels
 
@@ -85,8 +86,10 @@ class PanopticMasks(AnnotationFile):
                 f"{self.where(i)} has mode {image.mode}; expected colours (RGB) that number the "
                 "segments"
             )
+        # RGBA's last band says nothing; uint32, as 255 x 65536 does not fit 8 bits.
         bands = np.asarray(image)[..., :3].astype(np.uint32)
         numbers: NDArray[np.uint32] = bands @ np.array([1, 256, 65536], np.uint32)
+        # Black pixels belong to no segment; all other numbers have to be listed.
         known = numbers == 0
         for one in self.annotations[i]["segments_info"]:
             known |= numbers == one["id"]
@@ -122,6 +125,7 @@ def open_panoptic(
     Raises:
         VitseeError: there is no such folder, or an entry is not as COCO has it.
     """
+    # panoptic_val2017.json and the folder panoptic_val2017/, as COCO unpacks.
     folder = path.with_suffix("") if folder is None else folder
     if not folder.is_dir():
         raise VitseeError(
@@ -130,6 +134,7 @@ def open_panoptic(
     found = read_annotations(path) if found is None else found
     with entries_of(path, "annotations with image_id, file_name and segments_info"):
         images = {image["id"]: image for image in checked_images(found["images"])}
+        # Ids may be numbers here and text there.
         id_of = id_by_alias(images)
         annotations = dict[Any, dict[str, Any]]()  # image id -> its annotation
         for annotation in found["annotations"]:
@@ -146,6 +151,7 @@ def open_panoptic(
         categories = found.get("categories") or []
         names = category_names(categories)
         things = id_by_alias(one["id"] for one in categories if flag(one, "isthing"))
+    # In the order of the file's images, those without an annotation left out.
     known = [number for number in images if number in annotations]
     return PanopticMasks(
         name=str(path),
@@ -167,6 +173,7 @@ def _check(annotation: dict[str, Any]) -> None:
         raise ValueError(f"the file {name} is not below the folder of PNG files")
     seen = set()
     for one in annotation["segments_info"]:
+        # Three bytes of colour, of which black is no segment.
         if not isinstance(one["id"], int) or not 0 < one["id"] < 2**24:
             raise ValueError(f"a segment of {name} has the number {one['id']!r}")
         if one["id"] in seen:

@@ -131,6 +131,7 @@ class PngMaps:
                 f"{self.where(i)} has the value {int(values.max())}; expected classes up to "
                 f"{VALUES - 1}"
             )
+        # (height, width): the table is indexed by each pixel's value.
         class_map = np.array(self.table)[values.astype(np.intp)]
         refused = class_map == REFUSED
         if refused.any():
@@ -162,6 +163,7 @@ def open_png_maps(
         VitseeError: there are none, an ignored class that is none, or `void` of a layout that says
             itself which pixels have no class.
     """
+    # Cityscapes by its files' names, the others by folders; at most one of them fits.
     maps = _open_cityscapes(path) or _open_ade20k(path) or _open_voc(path)
     if maps is not None and void is not None:
         raise VitseeError(
@@ -169,6 +171,7 @@ def open_png_maps(
             "class; leave out --void (--ignore takes further values)"
         )
     if maps is None:
+        # Every value but 255 is the class of its number.
         maps = _png_maps(path, path, range(VALUES - 1), (), PLAIN)
         if void is None:
             _refuse_ade20k_without_names(path, maps)
@@ -202,6 +205,7 @@ def _with_void(maps: PngMaps, void: int | str) -> PngMaps:
                 f"--void {number}: no value of {maps.name}; expected 0 to {VALUES - 1}, or none"
             )
         table[number] = IGNORED
+    # Swapped: 255 is a class under the number that became free.
     table[IGNORED] = number
     names[number] = str(IGNORED)
     return replace(maps, table=tuple(table), classes=tuple(names))
@@ -256,6 +260,7 @@ def _open_ade20k(path: Path) -> PngMaps | None:
     for root, folder in folder_by_root.items():
         if (root / ADE_NAMES).is_file() and folder.is_dir():
             names = _ade20k_names(root / ADE_NAMES)
+            # The files' 0 is no class; 1 is class 0, and on.
             values = (IGNORED, *range(len(names)))
             return _png_maps(path, folder, values, names, "ADE20K (SceneParsing)")
     return None
@@ -285,11 +290,13 @@ def _ade20k_names(path: Path) -> tuple[str, ...]:
         VitseeError: the file cannot be read, or is not that table.
     """
     try:
+        # utf-8-sig drops a byte order mark; the first line is the table's head.
         lines = path.read_text("utf-8-sig").splitlines()[1:]
     except (OSError, UnicodeDecodeError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise VitseeError(f"cannot read {path}: {why}") from None
     rows = [
+        # Tabs as distributed, or columns of blanks, in which names may have blanks.
         line.split("\t") if "\t" in line else line.split(None, 5)
         for line in lines
         if line
@@ -375,6 +382,7 @@ def near_boundary(labels: ClassMap) -> Mask:
     # A frame of a class of its own, so that the border is a boundary.
     framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
     size = 2 * radius + 1
+    # Two classes within the square exactly if its least and largest differ.
     lowest = minimum_filter(framed, size, mode="nearest")
     highest = maximum_filter(framed, size, mode="nearest")
     return (lowest != highest)[1:-1, 1:-1]

@@ -100,6 +100,7 @@ def read_numbers(
     and 1. hint: at the end of the error; exif: whether the file is turned upright. Raises
     VitseeError: the file cannot be read, or holds colours."""
     image, _ = FileOpener(folder, exif=exif).load(name)
+    # Pillow gives palette images ("P") as indices, one band; "F" is a float image.
     if len(image.getbands()) > 1 or image.mode == "F":
         raise VitseeError(
             f"{Path(folder, name)} holds colours (mode {image.mode}); expected one channel of "
@@ -132,6 +133,7 @@ class Several(Generic[Source]):
 
     def _place(self, i: int) -> tuple[Source, int]:
         for source in self.sources:
+            # The number among all sources, less the images of the sources before.
             if i < len(source.keys):
                 return source, i
             i -= len(source.keys)
@@ -143,6 +145,7 @@ class SeveralMasks(Several[MaskSource]):
 
     @property
     def rules(self) -> dict[str, str]:
+        # Dictionaries as ordered sets: each rule once, in the order of the sources.
         found: dict[str, dict[str, None]] = {}
         for source in self.sources:
             for key, rule in source.rules.items():
@@ -152,6 +155,7 @@ class SeveralMasks(Several[MaskSource]):
     @property
     def categories(self) -> list[str]:
         known = [source.categories for source in self.sources]
+        # A folder knows its categories only after all files are read.
         if all(known):
             return list(dict.fromkeys(name for one in known for name in one))
         return []
@@ -183,6 +187,8 @@ def check_once(sources: Sequence[PixelSource]) -> None:
     """Raises VitseeError: an image is in two sources."""
     seen: dict[str, PixelSource] = {}
     for source in sources:
+        # setdefault returns the source that had the image first; a single one may list it
+        # twice.
         for key in source.keys:
             other = seen.setdefault(key, source)
             if other is not source:
@@ -221,6 +227,7 @@ def open_masks(
             f"--background and --void are values of PNG pixels; {found[0].name} is a COCO file: "
             "leave them out"
         )
+    # One folder cannot belong to two files.
     n_panoptic = sum(isinstance(one, PanopticMasks) for one in found)
     if panoptic is not None and n_panoptic != 1:
         raise VitseeError(
@@ -250,6 +257,7 @@ def _open(
     if not path.is_file() or path.suffix.lower() != ".json":
         raise VitseeError(f"{path} has no masks; expected {_EXPECTED}")
     content = read_annotations(path)
+    # The two kinds of COCO files differ in their entries, not in their names.
     if is_panoptic(content):
         return open_panoptic(path, content, panoptic)
     return open_coco(path, content)
@@ -291,6 +299,7 @@ class MaskFolder:
 
     def read(self, i: int) -> Labels:
         values = read_numbers(self.name, self.keys[i], exif=self.exif)
+        # Void last: a value that is none of both is foreground.
         labels = np.where(np.isin(values, self.background), BACKGROUND, FOREGROUND)
         if self.void_value is not None:
             labels[values == self.void_value] = VOID
@@ -300,6 +309,7 @@ class MaskFolder:
         """One segment for each value that is neither background nor void, called by it; see
         `MaskSource`."""
         values = read_numbers(self.name, self.keys[i], exif=self.exif)
+        # None for no void value, which equals no pixel.
         left_out = (*self.background, self.void_value)
         found = [value for value in np.unique(values).tolist() if value not in left_out]
         return [Segment(str(int(value)), values == value) for value in found]

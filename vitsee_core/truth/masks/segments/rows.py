@@ -215,6 +215,7 @@ class LabelledSegments(LabelledRows):
     def jackknife(self, seed: int) -> Blocks:
         """Return blocks of images; all segments of an image are in the same block."""
         images = Blocks.of(self.store, self.mask, seed)
+        # Block of each image -> block of each segment.
         return Blocks(images.of_rows[self.rows], images.of_rows, images.digest)
 
     def read(
@@ -253,6 +254,8 @@ class LabelledSegments(LabelledRows):
 
         The segments of an image stay together, since they are not independent.
         """
+        # By the number in the data set, so that stores of one data set hold out the same
+        # images.
         images, image_of_segment = np.unique(self.index, return_inverse=True)
         n = len(images)
         # At least one image is held out, and at least one is not.
@@ -318,6 +321,7 @@ def find_segments(
     # An order that does not depend on the store's: stores of one data set draw the same images.
     order = np.argsort(store.samples.index[matched], kind="stable")
     if choice.segments is not None:
+        # A stream of its own (3), apart from those that draw images with this seed.
         order = np.random.default_rng((execution.seed, 3)).permutation(order)
     limit = choice.segments
     segments_of_row: dict[int, list[FoundSegment]] = {}
@@ -329,6 +333,7 @@ def find_segments(
         results = zip(pairs, execution.each(finder, pairs), strict=False)
         for (row, _), (segments, image_left_out) in results:
             if limit is not None:
+                # The last image is cut, so that the number is exact.
                 segments = segments[: limit - n]
             segments_of_row[row] = segments
             n += len(segments)
@@ -362,6 +367,7 @@ def find_segments(
     n_segments = [len(segments_of_row[row]) for row in ordered_rows]
     rows = np.repeat(ordered_rows, n_segments)
     segments = [segment for row in ordered_rows for segment in segments_of_row[row]]
+    # Numbered by their first segment in the store's order.
     classes = list(dict.fromkeys(segment.category for segment in segments))
     class_number = {name: number for number, name in enumerate(classes)}
     mask = np.zeros(store.n_images, bool)
@@ -448,6 +454,8 @@ class _SegmentFinder:
                 sparse = weigher.of(pixels, self.choice.weights or "area")
                 if sparse is not None:
                     weights.append(sparse)
+            # A segment counts if every layout sees it: all sites then have the same
+            # examples.
             if len(weights) == len(weighers):
                 segments.append(FoundSegment(segment.category, weights))
             else:
