@@ -30,6 +30,7 @@ from vitsee_core.images.videos import MISSING, Sampling, Timeline, Video
 from vitsee_stores.disk import read_regular
 from vitsee_stores.plan import Size
 
+# As of images: 64 bits.
 _HASH_BYTES = 8
 
 
@@ -86,6 +87,7 @@ class ClipRecipe:
             distinct = sorted(set(order))
             out = np.empty(self.shape, np.uint8)
             frames = moving.frames([frame_numbers[k] for k in distinct])
+            # Ascending, so that a video is decoded forwards once.
             for k, image in zip(distinct, frames, strict=True):
                 size = image.height, image.width
                 if clip.height and size != (clip.height, clip.width):
@@ -96,6 +98,7 @@ class ClipRecipe:
                     )
                 clip.height, clip.width = size
                 keep_clip_remarks(clip, remarks_on(image))
+                # (frames, channels, height, width): one frame may be at several places.
                 positions = [i for i, sampled in enumerate(order) if sampled == k]
                 out[positions] = self.frame_recipe.apply(image)
             clip.seconds = sampling.seconds(moving.line)
@@ -160,6 +163,7 @@ class ClipOpener(Opener):
 
     def _size(self, location: tuple[str, Any]) -> Size:
         clip, _ = self._load(location)
+        # The size is that of the first frame; `apply` refuses clips with others.
         (first,) = clip.moving.frames([0])
         clip.moving.close()
         return first.height, first.width
@@ -190,6 +194,7 @@ def as_clips(source: ImageSource) -> ImageSource:
             f"{source.name} has boxes, which clips do not have; leave the column out"
         )
     first = source.locations[0] if len(source) else None
+    # Folders of frames need no PyAV; the first sample says which they are.
     if importlib.util.find_spec("av") is None and source.opener.folder(first) is None:
         raise DataError(MISSING)
     locations = cast(Sequence[Any], _ClipLocations(source.ids, source.locations))
@@ -229,6 +234,7 @@ class FrameFolder:
         digest = hashlib.blake2b(digest_size=_HASH_BYTES)
         for name in self.names:
             digest.update(hash64(self._bytes(name)).to_bytes(_HASH_BYTES, "little"))
+        # 0 stands for an unreadable image in stores.
         return int.from_bytes(digest.digest(), "little") or 1
 
     def frames(self, numbers: Sequence[int]) -> Iterator[Image.Image]:

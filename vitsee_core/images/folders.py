@@ -101,12 +101,15 @@ def classify(
     Args:
         paths: paths below the root of the data set, with forward slashes.
     """
+    # Without the file's own name.
     folders = [path.split("/")[:-1] for path in paths]
     level = _first_differing_level(folders, 0)
     first_folders = {names[level] for names in folders if len(names) > level}
     splits = [""] * len(paths)
+    # All of them: a class may happen to be called `test`.
     if first_folders and all(name.lower() in SPLIT_NAMES for name in first_folders):
         splits = _folders_at(folders, level)
+        # A folder around all classes may lie below the splits as well.
         level = _first_differing_level(folders, level + 1)
     labels, class_names = number(_folders_at(folders, level))
     return labels, splits, class_names
@@ -166,6 +169,7 @@ def walk(
     """
     left_out: list[str] = []
     walker = _Walker(root, is_sample, others, left_out)
+    # Sorted as whole paths, not folder by folder: "a-b/1" comes before "a/1".
     paths = sorted(walker.paths("", frozenset()))
     if left_out:
         log.warning("left out of %s: %s", root, abbreviate(sorted(left_out)))
@@ -189,6 +193,7 @@ class _Walker(NamedTuple):
         """
         folder = os.path.join(self.root, below)
         try:
+            # Device and inode, which are the same by whatever link a folder is reached.
             status = os.stat(folder)
             identity = (status.st_dev, status.st_ino)
             if identity in ancestors:

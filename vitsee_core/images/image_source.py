@@ -23,6 +23,7 @@ from vitsee_core.images.decoding import JointOpener, Opener
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_stores.samples import Samples
 
+# NAME, NAME[a:b] or [a:b]; bounds are numbers or percentages, checked by _BOUND.
 _TERM = re.compile(
     r"(?P<name>[^\[\]+]*)(?:\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\])?"
 )
@@ -133,6 +134,7 @@ class ImageSource:
         positions, names = apply_split(expression, self.splits, self.name)
         return replace(
             self,
+            # Copies, as locations may be made only when indexed (tar files, clips).
             locations=[self.locations[i] for i in positions],
             ids=[self.ids[i] for i in positions],
             labels=self.labels[positions],
@@ -153,6 +155,7 @@ def join(name: str, sources: Sequence[ImageSource]) -> ImageSource:
         raise DataError(
             f"the splits of {name} name different classes; extract them one by one"
         )
+    # JointOpener finds the source of a location by its first entry.
     locations = []
     for k, source in enumerate(sources):
         locations += [(k, location) for location in source.locations]
@@ -247,6 +250,7 @@ def apply_split(
         if split is None and term.name != EVERY_SPLIT:
             known = f"its splits: {', '.join(present)}" if present else "it has no splits"
             raise DataError(f"{data} has no split {term.name!r}; {known}")
+        # In the data set's own order, in which bounds count.
         pool = list(range(len(splits))) if split is None else members[split]
         start, stop = _split_bounds(term, len(pool))
         picked = pool[start:stop]

@@ -120,6 +120,7 @@ class Comparison:
     @property
     def in_order(self) -> bool:
         """Whether every store has the images in the first one's order."""
+        # Rows ascend in every store exactly if all have the first one's order.
         return all(bool((np.diff(rows) > 0).all()) for rows in self.rows.values())
 
     def own_rows(self, representation: Representation) -> Integers:
@@ -179,6 +180,7 @@ class Comparison:
         Raises:
             VitseeError: the disk is too small for them, or processes of `map` use another disk.
         """
+        # By identity: a site that is a row and a column is computed once.
         missing = {
             r.features.identity: r for r in self.representations if find(r) is None
         }
@@ -208,8 +210,10 @@ class Comparison:
                 elsewhere.append(r)
             else:
                 how(self, r)
+        # The comparison without what cannot be pickled or would be copied for nothing.
         compute = _ComputeElsewhere(self.alone, how)
         paths = self.execution.spread(compute, elsewhere)
+        # Network file systems show a file of another machine with a delay.
         for r, path in zip(elsewhere, paths, strict=True):
             until = time.monotonic() + VISIBLE_SECONDS
             while not path.exists() and time.monotonic() < until:
@@ -243,6 +247,7 @@ class Comparison:
         Args:
             sizes: each representation whose matrix is missing, and its size in bytes.
         """
+        # Caches may be on different disks.
         needed_by_folder: dict[Path, int] = {}
         for r, size in sizes:
             folder = self.cache.place(r.store)
@@ -279,5 +284,6 @@ class _ComputeElsewhere:
             progress=execution.progress,
             workspace=Workspace(),
         )
+        # The settings of a process, which the caller's do not reach.
         with full_precision(here.device), one_blas_thread():
             return self.how(here, representation).path

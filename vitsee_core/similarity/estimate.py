@@ -109,7 +109,10 @@ def hsic(
         pair_by=pair_by,
         progress=progress,
     ) as comparison:
+        # One site without its activations decides for all, as HSIC needs the same pairs
+        # of images.
         by_slab = any(r.has_blocks_only for r in comparison.representations)
+        # Full float32: TF32 keeps 10 bits of each factor.
         with full_precision(comparison.device), one_blas_thread():
             result = _estimate(comparison, estimator, by_slab)
         if comparison.among_themselves:
@@ -167,6 +170,8 @@ def comparing(
             notes=notes,
             map=options.map,
         )
+        # After the cache is open: matrices that are there cost nothing, which decides the
+        # device.
         work = _n_multiplications(comparison)
         device = choose_device(options.device, work)
         _require_precision(options.precision, device, representations)
@@ -258,6 +263,7 @@ def _choose_images(
 
 def _estimate(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:
     """Return what the chosen estimator gives; a damaged Gram matrix is computed again."""
+    # At most one damaged matrix for each representation, so that the loop ends.
     for _ in range(len(comparison.representations)):
         try:
             return _estimate_once(comparison, estimator, by_slab)
@@ -342,6 +348,7 @@ def _without_constant_features(
         file = comparison.find(r)
         offset = 0.0 if file is None else file.header.offset
         names.append(f"{r.store.label} {r.stored.name}")
+        # |mean|^2 over the total variance, as the file's header records it
         if offset > CONSTANT:
             constant.append(index)
         elif offset > ILL_CONDITIONED:
@@ -368,6 +375,7 @@ def _without_constant_features(
             abbreviate(list(dict.fromkeys(names[index] for index in constant))),
         )
     n_rows = comparison.n_rows
+    # Indices among all representations -> among rows and among columns.
     rows = [index for index in constant if index < n_rows]
     cols = [index - n_rows for index in constant if index >= n_rows]
     if comparison.among_themselves:
@@ -391,6 +399,7 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
             f"{named}: slabs compare where the stores hold the same ids in the same order (extract "
             "both with the same --images, --seed and --order)"
         )
+    # (images,) by the rows' numbers, as slabs are runs of rows.
     slab_of_image = rows // slab_size
     slabs = [np.flatnonzero(slab_of_image == k) for k in np.unique(slab_of_image)]
     used = [slab for slab in slabs if len(slab) >= 4]  # HSIC_1 divides by n - 3
@@ -407,6 +416,7 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
     )
     grams = _grams_within_slabs(comparison, used, slab_size)
     slab_values = list(each_batch(comparison, grams, len(used)))
+    # Slabs may lack unreadable images, and the last is short.
     sizes = [len(slab) for slab in used]
     value = weighted_sum(slab_values, sizes)
     notes: dict[str, Any] = {
@@ -420,6 +430,7 @@ def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:
         notes["spread"] = f"none: fewer than {FEWEST_SLABS} slabs"
         log.warning("no error bars: fewer than %d slabs", FEWEST_SLABS)
         return replace(value, n_images=sum(sizes), notes=notes)
+    # A weight of 0 leaves a slab out; nothing is computed anew.
     replicates = []
     for left_out in range(len(used)):
         weights: list[float] = list(sizes)
@@ -479,6 +490,7 @@ def _grams_within_slabs(
         slabs: the images of each slab, as indices of the comparison's images.
         slab_size: of the stores.
     """
+    # Sites that keep activations get Gram matrices of the same slabs.
     with_acts = [r for r in comparison.representations if not r.has_blocks_only]
     computed = iter(
         batch_grams(replace(comparison, representations=tuple(with_acts)), slabs)
@@ -512,6 +524,7 @@ def _stored_slab_gram(
         batch: which of the compared slabs.
     """
     rows = slab_rows[batch]
+    # All rows are of one slab.
     slab = int(rows[0]) // slab_size
     positions = rows - slab * slab_size  # within the slab
 

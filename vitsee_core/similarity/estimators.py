@@ -61,6 +61,7 @@ def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
     work = partial(
         leave_one_out, partition=partition, biased=biased, device=comparison.device
     )
+    # All images, then each replicate.
     values = in_groups(comparison, grams, work, [partition])
     notes = exact_notes(biased, len(values) - 1)
     if len(values) == 1:
@@ -142,6 +143,7 @@ def block_labels(n: int, seed: int | None) -> Integers:
         seed: assigns images to blocks at random; None: blocks are runs of images, which are random
             samples if the store is shuffled.
     """
+    # Runs whose lengths differ by one at most.
     labels = np.arange(n) * _n_blocks(n) // n
     if seed is None:
         return labels
@@ -156,6 +158,7 @@ def jackknife_blocks(n: int, shuffled: bool, seed: int) -> Partition:
 
 def most_left_out(n: int) -> int:
     """Return the size of the largest of the jackknife's blocks of n images."""
+    # Rounded up.
     return -(-n // _n_blocks(n))
 
 
@@ -187,6 +190,7 @@ def leave_one_out(
         """Return HSIC of the images outside of a block."""
         return estimate(without_cell(all_sums, total, partition.labels, block))
 
+    # HSIC_1 needs 4 images, which must remain without any block.
     n_replicates = partition.n_cells if len(partition.labels) > 4 else 0
     # Two at a time: each holds the row sums of all images.
     with lane_pool(n_lanes(2)) as pool:
@@ -211,12 +215,14 @@ def in_groups(
     n = matrices[0].n
     budget = comparison.memory * 3 // 4
     tile = tile_size(n)  # as in the files: every tile is read once
+    # One matrix of the rows and one of the columns at least have to fit.
     while 2 * bytes_per_matrix(n, partitions, tile) > budget and tile > 64:
         tile = -(-tile // 2)
     at_once = max(2, budget // bytes_per_matrix(n, partitions, tile))
     rows, cols = comparison.split(matrices)
     if len(matrices) <= at_once:
         return work(rows, cols, tile=tile)
+    # Half for the rows, half for the columns.
     step = at_once // 2
     row_groups = [rows[k : k + step] for k in range(0, len(rows), step)]
     col_groups = row_groups
@@ -252,6 +258,7 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
     """Return the mean HSIC_1 over batches; replicates are the repeats."""
     n = comparison.n_images
     batch, examples, repeats = batch_sizes(estimator, n)
+    # Rescaled batches are in the store's order, as in the code of Walmer et al. 2023.
     seed = None if estimator.rescale else comparison.seed
     drawn = draw_batches(n, batch, examples, repeats, seed, comparison.shuffled)
     notes = batch_notes(batch, examples, repeats)
@@ -280,6 +287,7 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
         )
         values = in_groups(comparison, full_grams(comparison), work, partitions)
     else:
+        # One after the other, so that all Gram matrices grow in one reading.
         batches = [images for repeat in drawn for images in repeat]
         grams = batch_grams(comparison, batches)
         batch_values = list(each_batch(comparison, grams, len(batches)))
@@ -374,8 +382,10 @@ def draw_batches(
             return np.arange(n)
         if not shuffled or n <= MANY:
             return rng.permutation(n)
+        # Runs of neighbouring images in random order, then mixed within a window of them.
         starts = rng.permutation(np.arange(0, n, RUN))
         runs = np.concatenate([np.arange(at, min(at + RUN, n)) for at in starts])
+        # A multiple of the batch, so that no batch lies in two windows.
         window = min(max(WINDOW - WINDOW % batch, batch), examples)
         return np.concatenate(
             [rng.permutation(runs[at : at + window]) for at in range(0, examples, window)]
@@ -385,6 +395,7 @@ def draw_batches(
     for _ in range(repeats):
         order = draw_order()
         starts = range(0, examples, batch)
+        # Ascending within a batch, as rows are read in order; HSIC does not depend on it.
         drawn.append([np.sort(order[start : start + batch]) for start in starts])
     return drawn
 
@@ -403,6 +414,7 @@ def partitions_of(drawn: Sequence[Sequence[Integers]], n: int) -> list[Partition
     """Return the batches of each repeat as cells of the n images."""
     partitions = []
     for batches in drawn:
+        # -1: in no batch of this repeat
         labels = np.full(n, -1)
         for g, images in enumerate(batches):
             labels[images] = g
@@ -520,6 +532,7 @@ def _rescaled_grams(
         dtype=np.float64,
     )
     scaled = []
+    # A constant batch has no scale: NaN.
     for gram in tiles:
         shifted = gram - gram.min()
         scaled.append((shifted / (shifted.max() or np.nan)).astype(np.float32))
@@ -539,6 +552,7 @@ def each_batch(
     for batch in range(n_batches):
         matrices = [gram_of_batch(batch) for gram_of_batch in grams]
         n = matrices[0].n
+        # HSIC_1 over the batch is that of a partition of one cell.
         all_images = Partition(np.zeros(n, np.int64), n_cells=1, crossing=False)
         work = partial(
             _unbiased_of_one_cell, partition=all_images, device=comparison.device

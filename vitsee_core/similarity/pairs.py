@@ -97,6 +97,7 @@ def choose_pairs(
     if len(stores) == 1 and not (sites_a or sites_b):
         (rows,) = sites_of_each(stores, sites)
         return _all_with_each_other(rows)
+    # One store with two sides, or two stores (the last is the first where there is one).
     rows, cols = _two_sides(stores[0], stores[-1], sites, sites_a, sites_b)
     index_pairs = [(i, j) for i in range(len(rows)) for j in range(len(cols))]
     return SitePairs(rows, cols, index_pairs)
@@ -184,10 +185,13 @@ def _same_depth(
                 f"{len(partners)} of {other.label}; choose as many of each with --sites-a and "
                 "--sites-b"
             )
+        # By name where all names agree, so that another order of the sites does not
+        # matter.
         by_name = {site.name: j for j, (_, site) in enumerate(partners)}
         have_same_names = by_name.keys() == {site.name for _, site in rows}
         for i, (_, site) in enumerate(rows):
             j = by_name[site.name] if have_same_names else i
+            # Columns of all other stores are numbered on.
             index_pairs.append((i, len(cols) + j))
         cols += partners
     return SitePairs(rows, cols, index_pairs)
@@ -224,6 +228,8 @@ def _branches(store: Store, sites: Sequence[str]) -> SitePairs:
         n = len(members)
         rows += [(store, skip) for skip, _ in members]
         cols += [(store, branch) for _, branch in members]
+        # All pairs within a kind: attention branches with attention skips, MLPs with
+        # MLPs.
         index_pairs += [(first + i, first + j) for i in range(n) for j in range(n)]
     return SitePairs(rows, cols, index_pairs)
 
@@ -284,12 +290,14 @@ def paired_rows(
     paired = [rows]  # the rows of each store so far, all of one length
     for other in others:
         ids = other.samples.id
+        # Sorted once, as each id of the first store is looked up among them.
         order = np.argsort(ids, kind="stable")
         first_ids = first.samples.id[rows]
         # Where each id would stand among the sorted ones; it is a partner if it is that id.
         position = np.searchsorted(ids[order], first_ids).clip(max=len(ids) - 1)
         partners = order[position]
         has_partner = (ids[partners] == first_ids) & other.valid[partners]
+        # A row that has no partner here leaves all stores before, too.
         paired = [store_rows[has_partner] for store_rows in paired]
         paired.append(partners[has_partner])
         rows = paired[0]
@@ -306,6 +314,7 @@ def paired_rows(
             f"{count} of {label}" for label, count in left_out.items() if count
         )
         log.info("%d images are paired by id; left out: %s", n, counts)
+    # For the sidecar: how many are the same bytes although only ids were compared.
     equal = np.ones(n, bool)
     for other, other_rows in zip(others, paired[1:], strict=True):
         equal &= first.samples.hash[rows] == other.samples.hash[other_rows]

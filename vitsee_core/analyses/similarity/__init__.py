@@ -203,10 +203,12 @@ def run(
         )
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    # Options that the user gave win over the preset's.
     if preset and not (sites_a and sites_b):
         sites = sites or PLATONIC_SITES
     tokens = tokens or (PLATONIC_TOKENS if preset else "all")
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
+    # Numbered as the representations are: rows, then columns.
     sides = [*chosen.rows, *(chosen.cols or ())]
     # Neighbours among the other images: refused here, before any work.
     n_images = min(int(store.valid.sum()) for store, _ in sides)
@@ -243,6 +245,7 @@ def run(
         progress=execution.progress,
     ) as grams:
         for measure in measures:
+            # ridge_r2 predicts one site from the other, so both orders count.
             pair_indices = numbered_pairs(chosen, both=not measure.symmetric)
             result = compare_all(
                 grams, measure, pair_indices, permutations=calibrate or 0
@@ -265,6 +268,7 @@ def run(
     if not preset:
         return Table.from_rows(table_rows, COLUMNS, notes)
     notes["preset"] = f"{preset}: {PLATONIC_SOURCE}"
+    # One bound for each store, the same for all of its sites.
     notes["outliers"] = {r.store.label: r.clamp for r in representations}
     notes["alignment"] = _alignments(Table.from_rows(table_rows, COLUMNS))
     for line in notes["alignment"]:
@@ -287,6 +291,7 @@ def without_outliers(
     stores = {r.store.manifest.store_id: r.store for r in representations}
     first = next(iter(stores.values()))
     chosen = choose_rows(first, execution.images, execution.seed)
+    # The quantile is of the images that are compared, not of all that a store has.
     rows, _ = paired_rows(list(stores.values()), chosen, pair_by)
     bounds = {}
     for store_id, store in stores.items():
@@ -310,6 +315,7 @@ def _alignments(table: Table) -> list[str]:
     lines = []
     pairs = picked(table).group_by("metric", "store_a", "store_b", maintain_order=True)
     for (metric, a, b), rows in pairs:
+        # gulp is a distance; a model with itself is aligned perfectly.
         if metric != "gulp" and a != b:
             _, highest = extremes(rows)
             best = rows.row(highest, named=True)
@@ -371,6 +377,7 @@ def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
     """
     first_col = 0 if chosen.cols is None else len(chosen.rows)
     pair_indices = np.array([(i, j + first_col) for i, j in chosen.index_pairs], np.int64)
+    # Among themselves both orders are there already (SitePairs).
     if both and chosen.cols is not None:
         pair_indices = np.concatenate([pair_indices, pair_indices[:, ::-1]])
     return pair_indices
@@ -406,6 +413,7 @@ def _measure_rows(
         stores = [
             (sides[i][0].label, sides[j][0].label) for i, j in pair_indices.tolist()
         ]
+        # By rows: a pair of labels is one family.
         _, families = np.unique(stores, axis=0, return_inverse=True)
         calibrated = comparing.calibrate(
             values, results.null, families.ravel(), distance=measure.distance

@@ -62,6 +62,7 @@ _EXPECTED_CLIPS = (
     "a folder of videos, or of folders of frames, a .csv, .tsv or .txt list of these, or .tar or "
     ".zip files of videos"
 )
+# Arrays and parquet files hold images, not videos.
 _ENDINGS_WITH_CLIPS = (".csv", ".tsv", ".txt", ".zip", ".tar")
 _OPENERS: dict[str, Callable[[SourceRequest, MatchedFiles], ImageSource]] = {
     ".csv": lambda request, matched: open_list(matched.path, request.data, request.exif),
@@ -118,6 +119,7 @@ def open_source(
         exif=exif,
     )
     source = _open_request(request)
+    # Here, whatever the source: the opener turns an image when it decodes it.
     if exif:
         return replace(source, opener=source.opener.upright())
     return source
@@ -132,12 +134,14 @@ def _open_request(request: SourceRequest) -> ImageSource:
         raise DataError(
             f"--data is empty (a variable that is not set?); expected {_EXPECTED}"
         )
+    # Before any path: the word means the demo even beside a file of that name.
     if data == "demo" or data.startswith("demo:"):
         _refuse_clips(request)
         request.check("")
         return open_demo(data, split)
     if data.startswith(ITERABLE[-1]):
         raise refuse_iterable(data)
+    # A folder that is there wins over a library of the same name (torch/, hfds/).
     if not is_url(data) and not os.path.exists(os.path.expanduser(data)) and "/" in data:
         prefix = data.partition("/")[0].lower()
         if prefix in ITERABLE:
@@ -147,6 +151,7 @@ def _open_request(request: SourceRequest) -> ImageSource:
             request.check("")
             return open_library(data, split)
     source = _open_files(request)
+    # Probably a folder too high or too low was named.
     if source.class_names is not None and len(source.class_names) == 1 < len(source):
         log.info("all labels of %s are of one class, %s", data, source.class_names[0])
     if clips:
@@ -169,6 +174,7 @@ def placed(data: str, folder: Path) -> str:
     name, _, data_folder = data.partition(":")
     if name == "demo" or is_url(data) or not data:
         return data
+    # Where there is no such file, the prefix names a library, whose own folder is placed.
     if not (folder / Path(data).expanduser()).exists():
         if name.startswith("torch/"):
             return f"{name}:{folder / Path(data_folder or '.').expanduser()}"
@@ -182,6 +188,7 @@ def _open_files(request: SourceRequest) -> ImageSource:
     data = request.data
     path = Path(data).expanduser()
     if is_url(data):
+        # Not explicit: all files of a folder, among them such as are not images.
         matched = find_remote(expand_braces(data))
         if not matched.explicit:
             matched = _images_or_archives(matched, request)
@@ -191,11 +198,13 @@ def _open_files(request: SourceRequest) -> ImageSource:
     if path.exists():
         if not path.is_file():
             raise DataError(f"{data} is a pipe or a device; expected {_EXPECTED}")
+        # A .txt may list shards in place of images.
         shards = shards_listed(path)
         if shards and is_url(shards[0]):
             return _open_by_ending(request, find_remote(shards))
         paths = _expand_globs(shards) if shards else [str(path)]
         return _open_by_ending(request, matched_paths(paths))
+    # Without a pattern there is nothing to expand, and a plain line is the better error.
     if not GLOBS & set(data) and "{" not in data:
         raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
     paths = _expand_globs(expand_braces(str(path)))
@@ -212,6 +221,7 @@ def _expand_globs(patterns: Sequence[str]) -> list[str]:
             continue
         matches = []
         if GLOBS & set(pattern):
+            # Sorted, as the order of a file system's listing differs between machines.
             matches = sorted(glob.glob(pattern, recursive=True))
         if not matches:
             missing.append(pattern)
@@ -232,6 +242,7 @@ def _open_by_ending(request: SourceRequest, matched: MatchedFiles) -> ImageSourc
         DataError: the files are of several kinds, or of a kind that is not supported.
     """
     for name in matched.names:
+        # The last two: .tar.gz.
         suffixes = PurePosixPath(name.lower()).suffixes[-2:]
         is_packed_tar = (
             len(suffixes) == 2 and suffixes[0] == ".tar"
@@ -242,6 +253,7 @@ def _open_by_ending(request: SourceRequest, matched: MatchedFiles) -> ImageSourc
             raise DataError(
                 f"{packed} is compressed, without random access; unpack it: {tool} {packed}"
             )
+    # Images (or videos) at a URL, or matched by a pattern.
     if all(map(request.wants, matched.names)):
         if matched.explicit and len(matched.names) == 1:
             raise DataError(
@@ -278,6 +290,7 @@ def _open_folder(request: SourceRequest, path: Path) -> ImageSource:
 
     A folder with any image (or video) is a folder of images, whatever archives lie beside them.
     """
+    # One level, for parquet two: exports of data sets put them into a folder per split.
     archives = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
     archives += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
     names = sorted(str(file) for file in archives if file.is_file())
@@ -291,6 +304,7 @@ def _open_folder(request: SourceRequest, path: Path) -> ImageSource:
     if request.clips:
         return _open_clip_folder(path, request)
     source = open_folder(path, request.data)
+    # A GIF is an image and a video; beside other videos a clip is what was likely meant.
     if all(name.lower().endswith(".gif") for name in source.ids):
         videos = [
             name
@@ -315,6 +329,7 @@ def _open_clip_folder(path: Path, request: SourceRequest) -> ImageSource:
     others = Counter[str]()
     paths = walk(str(path), is_video, others)
     images = [name for name in walk(str(path)) if not is_video(name)]
+    # Images beside videos are frames of none.
     if paths and images:
         log.warning(
             "%s beside videos in %s are left out", plural(len(images), "images"), path
@@ -325,9 +340,11 @@ def _open_clip_folder(path: Path, request: SourceRequest) -> ImageSource:
             {ending: n for ending, n in others.items() if ending not in FORMAT_OF_ENDING}
         )
     else:
+        # Each folder with images is a clip.
         paths = sorted({name.rpartition("/")[0] for name in images})
     if not paths:
         raise DataError(f"no clips in {path}; expected {_EXPECTED_CLIPS}")
+    # The root's own images: one clip without a name, or images that are no clips.
     if "" in paths:
         raise DataError(
             f"images lie in {path} itself, which is one clip or none; expected a folder for each "
@@ -352,6 +369,7 @@ def _images_or_archives(matched: MatchedFiles, request: SourceRequest) -> Matche
     Raises:
         DataError: there are none.
     """
+    # Hidden files and folders, as in a folder on this machine.
     names = [
         name
         for name in matched.names
@@ -365,6 +383,7 @@ def _images_or_archives(matched: MatchedFiles, request: SourceRequest) -> Matche
     tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]
     zips = [name for name in names if name.lower().endswith(".zip")]
     parquets = [name for name in names if name.lower().endswith(".parquet")]
+    # Images first: archives beside them are usually the same data packed.
     chosen = images or tars or zips or parquets
     if not chosen:
         message = request.nothing.replace(" in ", " below ") % matched.root

@@ -69,6 +69,7 @@ def open_zips(zips: Sequence[Path], request: SourceRequest) -> ImageSource:
         DataError: a damaged or encrypted zip, a member that is packed by another method than
             deflate, or no image in any of them.
     """
+    # By path, so that a member that was appended later replaces the earlier one.
     members: dict[str, ZipMember] = {}
     replaced: list[str] = []
     others = Counter[str]()
@@ -158,12 +159,14 @@ def open_tars(request: SourceRequest, tars: MatchedFiles) -> ImageSource:
         )
     stems = [PurePosixPath(name).stem for name in tars.names]
     lengths = [len(index.paths) for index in indexes]
+    # (images,) the number of each image's tar
     tar = np.repeat(np.arange(len(indexes), dtype=np.int32), lengths)
     paths = np.concatenate([index.paths for index in indexes])
     if not len(paths):
         raise DataError(_no_images_message(request, others))
     request.say_left_out(others)
     _warn_of_replaced(request, [path for index in indexes for path in index.replaced])
+    # None if two tars have an image of one path: then each tar's name goes in front.
     order = _order_if_unique(paths)
     is_class_per_tar = not tars.explicit and not labelled
     if len(indexes) > 1 and (order is None or is_class_per_tar):
@@ -174,6 +177,7 @@ def open_tars(request: SourceRequest, tars: MatchedFiles) -> ImageSource:
             ]
         )
         order = _order_if_unique(paths)
+    # Even with their names in front: two tars of one name.
     if order is None:
         twice = next(stem for stem, n in Counter(stems).most_common())
         raise DataError(
@@ -203,6 +207,7 @@ def open_tars(request: SourceRequest, tars: MatchedFiles) -> ImageSource:
         splits = [""] * len(paths)
     else:
         labels, splits, class_names = classify(ids)
+    # (images,) bytes from the beginning of the tar
     offset = np.concatenate([index.offset for index in indexes])[order]
     size = np.concatenate([index.size for index in indexes])[order]
     return ImageSource(

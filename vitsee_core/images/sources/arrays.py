@@ -53,6 +53,7 @@ def open_npz(path: Path, name: str) -> ImageSource:
             f"'images' of {name} is {images.shape}: the images have no pixels"
         )
     n = len(images)
+    # An empty list is no names: labels are then bare numbers.
     class_names = [str(c) for c in _text(arrays, "class_names", None, name)] or None
     splits = [str(s) for s in _text(arrays, "splits", n, name)] or [""] * n
     labels = _labels(arrays, n, class_names, name)
@@ -78,6 +79,7 @@ def open_demo(data: str, split: str | None) -> ImageSource:
 def _channels_last(images: NDArray[Any], name: str) -> NDArray[Any]:
     """(images, height, width) or (images, height, width, 3)."""
     shape = images.shape
+    # Where both could be channels (3 rows, 3 channels) the last axis is taken.
     if images.ndim == 4 and shape[-1] not in (1, 3) and shape[1] in (1, 3):
         images = images.transpose(0, 2, 3, 1)
     known = images.ndim == 3 or (images.ndim == 4 and images.shape[-1] in (1, 3))
@@ -106,6 +108,7 @@ def _as_bytes(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
                 f"'images' of {name} is {images.dtype}, and image {k} goes from {low:g} to "
                 f"{high:g}; expected 0 (black) to 1 (white), not normalised, or uint8"
             )
+        # float64, as products of float16 near 255 are rounded to eighths.
         out[k] = np.rint(image.astype(np.float64) * 255)
     log.info("'images' of %s are floats: rounded to 8 bits", name)
     return out
@@ -119,6 +122,7 @@ def read_npz(path: Path, name: str, known: Sequence[str] = ()) -> dict[str, NDAr
         raise DataError(f"{name} cannot be read as .npz: it is no zip file, or cut short")
     try:
         with zipfile.ZipFile(path) as archive:
+            # From the directory of the zip file, before anything is unpacked.
             size = sum(member.file_size for member in archive.infolist())
             most = memory_bytes()
         if size > most:
@@ -201,6 +205,7 @@ def is_hdf5(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
+        # HDF5 may begin at 0 or, in MATLAB's files, behind a block of 512 bytes.
         begin = file.read(_USER_BLOCK + len(_SIGNATURE))
     return _SIGNATURE in (begin[: len(_SIGNATURE)], begin[_USER_BLOCK:])
 
@@ -232,6 +237,7 @@ class NyuOpener(Opener):
 
     def _load(self, location: int) -> tuple[Image.Image, int]:
         pixels = self._pixels(location)
+        # (channels, width, height) -> (height, width, channels)
         return Image.fromarray(np.ascontiguousarray(pixels.transpose(2, 1, 0))), hash64(
             pixels.tobytes()
         )
