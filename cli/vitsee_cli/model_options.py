@@ -241,6 +241,7 @@ def _split_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
         name, options = split_model(text)
     except VitseeError as error:
         raise click.BadParameter(str(error)) from None
+    # By the long name, as it stands in MODEL?random-init=0.
     known_options = {
         option.opts[0]: option
         for option in ctx.command.params
@@ -250,6 +251,8 @@ def _split_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
     arguments: list[tuple[str, Any]] = []
     for key, values in options.items():
         option = known_options.get(f"--{key}")
+        # An unknown key is an argument where models take such; with several values it is
+        # neither.
         if option is None and source_of(name).arguments_in_name and len(values) == 1:
             arguments.append(parse_model_arg(f"{key}={values[0]}"))
             continue
@@ -261,7 +264,10 @@ def _split_name(ctx: click.Context, param: click.Parameter, text: str) -> str:
                 f"{text!r}: no option {key!r} of a model; expected {expected}"
             )
         defaults[str(option.name)] = values if option.multiple else values[0]
+    # As click's defaults, so that an option on the command line wins and values are
+    # parsed alike.
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
+    # Arguments have no parameter of click's that could carry them.
     ctx.meta[_NAME_ARGUMENTS] = arguments
     return name
 
@@ -281,6 +287,7 @@ def check_weight_options(values: Mapping[str, Any]) -> None:
         raise click.UsageError(
             "--checkpoint-key chooses within a file: give --checkpoint too"
         )
+    # Both change tables of trained weights, which random ones do not have.
     resamples = values["weights_size"] is not None or values["resample_patches"]
     if values["random_init"] is not None and resamples:
         raise click.UsageError(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 else:
     ParamType = click.ParamType
 
+# K, M, G, T alone and with iB are powers of 1024, with B of 1000.
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SI_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -60,6 +61,7 @@ class PathType(ParamType):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         """Return the Path of a text; a Path, which is a default, stays."""
+        # click converts defaults as well.
         if isinstance(value, Path):
             return value
         return self.parse_path(value, param, ctx)
@@ -108,6 +110,7 @@ class TableType(PathType):
         """Return the Path of a text, of a stream too."""
         from vitsee_core.tables.files import is_stream
 
+        # A pipe (/dev/fd/63) is neither a file nor a folder, which parse_path refuses.
         if isinstance(value, str) and is_stream(Path(value)):
             return Path(value)
         return super().convert(value, param, ctx)
@@ -202,6 +205,7 @@ def _split_label(text: str) -> tuple[str, str]:
     # A path may have the sign itself: `runs/lr=0.1.zarr`.
     if not sign or not label or Path(text).exists():
         return "", text
+    # A slash is a group's, or that of a path with `=` behind it.
     if "/" not in label:
         return label, path
     has_group = bool(split_label(label)[0])
@@ -227,6 +231,7 @@ def _matching_folders(text: str) -> list[str]:
         )
     except OSError:
         return []
+    # Hidden folders only where a dot was typed, as shells do.
     if not start.startswith("."):
         names = [name for name in names if not name.startswith(".")]
     if len(names) == 1 and not (parent / names[0] / "zarr.json").exists():
@@ -293,6 +298,7 @@ def parse_size(text: str | int) -> int:
     suffix = (match[3] or "").upper()
     scale = _SI_UNITS[unit] if unit and suffix == "B" else _UNITS[unit]
     size = float(number) * scale
+    # Sizes are int64 in NumPy and torch.
     if not 1 <= size < 2**63:
         raise click.BadParameter(f"{text!r} is not a size; expected one byte to 8 EiB")
     return int(size)

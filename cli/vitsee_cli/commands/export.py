@@ -94,6 +94,7 @@ def command(
       $ vitsee export b16.zarr blocks.-1.out --tokens cls -o cls.parquet
       $ vitsee export b16.zarr blocks.8.out,blocks.11.out --format saev -o shards/
     """
+    # All refusals before the store is opened.
     if format_kind == "file":
         ending_of(output, ENDINGS, "the export")
     elif dtype == "float16":

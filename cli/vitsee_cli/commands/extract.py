@@ -85,6 +85,7 @@ def command(model: ModelOptions, **values: Any) -> None:
         raise click.UsageError(
             "--dask gives the slabs out itself: leave out --shard and --dry-run"
         )
+    # "slurm" takes the number from the environment of the job.
     shard = parse_shard(values.pop("shard"), os.environ)
     values["command"] = shlex.join(console.command_line())
     request = _request_of(model, values)
@@ -100,6 +101,7 @@ def command(model: ModelOptions, **values: Any) -> None:
             f"command made it; its model and {plan.examples} were not read again)"
         )
         return
+    # Seconds, in which nothing would be on the screen.
     with soon_said("loading torch and timm"):
         from vitsee_core.extraction.ahead import dry_run
         from vitsee_core.extraction.by_workers import extract_by_workers
@@ -145,6 +147,7 @@ def show_script(request: Request, shard: str | None) -> None:
         raise click.UsageError(
             "--plan numbers the shards itself: leave out --shard and --dry-run"
         )
+    # The same command in each job, with the job's own shard.
     words = without_options(console.command_line(), ["--plan", "--shard"])
     console.out(plan_array(words, request, shard or "slurm").rstrip())
 
@@ -154,6 +157,7 @@ class SlabReporter(console.Reporter):
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """Begin a phase; with the images begin the slabs that a stopped command keeps."""
+        # Other phases (listing, hashing) have made nothing that could be kept.
         if unit in ("images", "clips"):
             signals.set_resume_line(
                 "at once: committed slabs are kept; repeat the command to resume"
@@ -173,6 +177,7 @@ def show_plan(planned: DryRun, run: RunOptions, *, each_array: bool) -> None:
 
     plan = planned.plan
     total = total_size(plan)
+    # With -v every array.
     sizes = array_sizes(plan) if each_array else folder_sizes(plan)
     console.out(HEADER)
     for size in (total, *sizes):
@@ -195,6 +200,7 @@ def show_plan(planned: DryRun, run: RunOptions, *, each_array: bool) -> None:
         f"{plan.examples[:-1]}"
     )
     if isinstance(run.output, Path):  # nobody knows how much an object store still takes
+        # The store is not there yet: the folder that it will be in tells the disk.
         free = free_disk_bytes(scratch_folder(run.output))
         size_line += f"; {human_bytes(free)} free"
     console.say(f"{size_line}; nothing was written")

@@ -27,6 +27,7 @@ def _two_numbers(text: Any, expected: str) -> tuple[float, float]:
         return text
     words = text.split(",")
     try:
+        # Through click's type, so that inf and nan are refused as elsewhere.
         numbers = [FiniteRange().convert(word, None, None) for word in words]
         first, second = numbers
     except (ValueError, click.UsageError):

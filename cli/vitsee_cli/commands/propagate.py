@@ -40,6 +40,7 @@ def parse_radius(text: str) -> dict[str, float]:
         raise click.BadParameter(
             f"{text!r}; expected tokens like 12, pixels like 192px, or none"
         )
+    # The analysis has a parameter for each unit; one of both is set.
     return {"radius_px" if match[2] else "radius": float(match[1])}
 
 
@@ -206,6 +207,7 @@ def command(
     std over objects, the 95 % interval low, high (jackknife over videos), n_objects, n_videos,
     n_images (frames scored), baseline.
     """
+    # None: the preset decides.
     radii: dict[str, Any] = {"radius": None, "radius_px": None}
     if radius is not None:
         radii.update(radius)

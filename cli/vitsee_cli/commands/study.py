@@ -190,13 +190,16 @@ def command(ctx: click.Context, /, **values: Any) -> None:
     of each step what it was made from and how it ended. A file there that this study did not write
     is refused, never replaced.
     """
+    # Imported here: --help and completion load no part of the core that they do not need.
     from vitsee_core.study.recipe_file import bundled_recipes, is_recipe
 
     request = _Request(**values)
     recipes = [name for name in request.models if is_recipe(name)]
     if recipes:
+        # One recipe at most, which _study_recipe checks.
         _study_recipe(ctx, request, recipes[0])
         return
+    # Options that only one kind of study has are refused in the others, not ignored.
     if request.quick or request.recipe_models:
         word = "--quick" if request.quick else "--models"
         raise click.UsageError(f"{word} is of a recipe: {', '.join(bundled_recipes())}")
@@ -266,6 +269,8 @@ def _study_recipe(ctx: click.Context, request: _Request, name: str) -> None:
         raise click.UsageError(f"{name} is a recipe: give it alone, models by --models")
     _refuse_options_of_recipe(ctx, name, request.quick)
     recipe = read_recipe(name).with_models(request.recipe_models)
+    # Recipes have numbers of images of their own, which the option's default must not
+    # replace.
     if _is_typed(ctx, "images"):
         recipe = recipe.with_n_images(request.images)
     title = recipe.title
@@ -273,6 +278,7 @@ def _study_recipe(ctx: click.Context, request: _Request, name: str) -> None:
     if request.quick:
         recipe = recipe.with_demo_models()
         title = f"{title} (small models in their place)"
+        # The demo's images come with the package.
         data_folder = None
     study = request.make_study(
         ctx,
@@ -280,6 +286,7 @@ def _study_recipe(ctx: click.Context, request: _Request, name: str) -> None:
         data="",
         images=request.images,
         title=title,
+        # What the recipe is, then what its study does not show.
         note=" ".join([recipe.note, recipe.left_out]).strip(),
     )
     run_recipe(
@@ -342,6 +349,7 @@ def _study_models(ctx: click.Context, request: _Request, data: str) -> None:
 
 def _is_typed(ctx: click.Context, name: str) -> bool:
     """Return whether a parameter was typed, or stands in the file of --file."""
+    # Also a value that equals the default counts as typed.
     return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
@@ -357,6 +365,7 @@ def _refuse_options_of_recipe(ctx: click.Context, recipe: str, quick: bool) -> N
             raise click.UsageError(
                 f"{recipe} says itself what {option} would; leave that out"
             )
+    # Both or neither.
     if quick == _is_typed(ctx, "data"):
         raise click.UsageError(
             f"{recipe} takes either --data FOLDER, in which its sets of images are, or "
