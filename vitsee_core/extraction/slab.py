@@ -83,6 +83,8 @@ class SlabObserver:
         self._clock = clock
         self._copies = HostCopies(device)
         self._lock = threading.Lock()
+        # MPS has no float64. Sums over the images of a slab need more digits than its
+        # values.
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sum_shapes = {
             path: spec.shape[1:]
@@ -92,6 +94,7 @@ class SlabObserver:
         self._sum_dtype = wide
         self._stored = {site.name: site for site in plan.sites}
         self._groups = [(group, self._reducer(group)) for group in plan.attention]
+        # Block -> its group, its reducer and its row in the group's arrays.
         self._slots: dict[str, tuple[AttentionGroup, AttentionReducer, int]] = {
             block: (group, reducer, row)
             for group, reducer in self._groups
@@ -117,6 +120,7 @@ class SlabObserver:
             path: torch.zeros(shape, dtype=self._sum_dtype, device=self._device)
             for path, shape in self._sum_shapes.items()
         }
+        # Site -> its largest |x| so far, a 0-d tensor on the device.
         self._peaks: dict[str, Tensor] = {}
 
     def begin_batch(self, first: int, batch: Batch) -> None:
@@ -152,6 +156,7 @@ class SlabObserver:
         """Compute what needs all blocks of a batch: the rollout, and numbers with a block axis."""
         with self._exactly():
             if self._plan.rollout:
+                # Rollout is stored only where all blocks are of one group.
                 group = self._plan.attention[0]
                 means = [self._head_means[block] for block in group.blocks]
                 self._keep("attention/rollout", self._rollout(means, group.layout))
@@ -203,6 +208,7 @@ class SlabObserver:
             self._keep(f"vectors/{site.name}", body)
             return
         parts = [body] if prefix is None else [prefix, body]
+        # Of the whole batch at once; the chunks below are of some images each.
         self._sums |= self._grams.batch_matrices(site.name, parts, self._valid)
         paths = self._paths(stored)
         layout = None if stored.kind == "raw" else stored.layout
@@ -292,6 +298,7 @@ class SlabObserver:
         for name in SUMS:
             value = getattr(summary, name)
             if value is not None:
+                # (heads, ...) of this block, summed over the images that count
                 self._sums[folder + name][row, heads] += value
         if summary.cls_rows is not None:
             self._stage(folder + "cls_rows", summary.cls_rows, row, heads)
@@ -326,6 +333,7 @@ class SlabObserver:
 
     def _note_peak(self, name: str, *peaks: Tensor) -> None:
         """Raise a site's largest |x| to these, on the device: nothing waits for the numbers."""
+        # Chunks are taken by several threads.
         for peak in peaks:
             with self._lock:
                 before = self._peaks.get(name)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 
+# Images that are compared; among how many they are looked for; hashes that are read
+# again.
 CHECK_IMAGES = 4
 CHECK_WITHIN = 64
 COMPARED = 256
@@ -83,6 +85,7 @@ def first_images(
     """
     if recorded := _recorded(info):
         row, hashes = recorded
+        # The very rows of the first extraction, whatever can be read by now.
         ranges = [slice(row, row + len(hashes))]
     else:
         stop = min(CHECK_WITHIN, len(selection))
@@ -126,6 +129,7 @@ def check_same_images(
     """
     info = writer.manifest.info
     ids = selection.samples.ids
+    # Rows of committed slabs, and the first images, which are known before any slab is.
     expected = _committed_hashes(writer)
     if recorded := _recorded(info):
         row, hashes = recorded
@@ -135,6 +139,7 @@ def check_same_images(
     for row, value in sorted(expected.items()):
         try:
             index = int(selection.samples.index[row])
+            # The first images are in memory; all others are read again for their hash.
             found = known[row] if row in known else selection.source.hash(index)
         except ImageError:
             found = 0
@@ -178,6 +183,7 @@ def _committed_hashes(writer: StoreWriter) -> dict[int, int]:
     store = Store([own], committed, False, "")
     rows = np.flatnonzero(store.valid)
     if len(rows) > COMPARED:
+        # One seed, so that a repeated command says the same.
         rows = np.random.default_rng(0).choice(rows, COMPARED, replace=False)
     hashes = store.samples.hash
     return {int(row): int(hashes[row]) for row in rows}

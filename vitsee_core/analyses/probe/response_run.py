@@ -95,6 +95,7 @@ def run_responses(
         VitseeError: responses that do not fit the stores, too few images, or a way to
             choose l2 that responses do not have.
     """
+    # Four ways to choose test images, of which one at most is given.
     if stores.n_ways + (options.folds is not None) > 1:
         raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
     train = stores.train
@@ -113,6 +114,7 @@ def run_responses(
     probes = []
     n_shared = []
     remarks = []
+    # None: the store tests on a part of its own images.
     for test in tests or (None,):
         test_images = train_images
         if test is not None:
@@ -213,6 +215,7 @@ def _image_splits(
     """
     n = len(test_images)
     every_image = np.arange(len(train_images))
+    # Indices of the images with a response, in the order of the data set.
     order = np.argsort(test_images.store.samples.index[test_images.mask], kind="stable")
     rng = np.random.default_rng((settings.seed, 2))
     if test_images is not train_images:
@@ -225,6 +228,7 @@ def _image_splits(
             n_held_out = round(split.holdout * n)
             tested_sets = [np.sort(order[rng.permutation(n)[:n_held_out]])]
         else:
+            # Folds whose sizes differ by one at most.
             folds = np.array_split(order[rng.permutation(n)], settings.folds)
             tested_sets = [np.sort(fold) for fold in folds]
         sets = [
@@ -254,6 +258,7 @@ def _prepare_probe(
     Raises:
         VitseeError: columns that cannot be predicted.
     """
+    # Images that are in some test set: with folds all of them.
     tested = np.unique(np.concatenate([test for _, test in sets]))
     mask = np.zeros(len(test_images.mask), bool)
     mask[np.flatnonzero(test_images.mask)[tested]] = True
@@ -262,8 +267,10 @@ def _prepare_probe(
     # well; those of images that are not tested are never read.
     labels = blocks.of_rows[test_images.mask]
     for train, test in sets:
+        # A column that is constant in one of the sets has no correlation.
         responses.check(train_images.rows[train], train_images.store.label)
         responses.check(test_images.rows[test], test_images.store.label)
+    # (repeats, tested images, columns)
     tested_repeats = responses.repeats[:, test_images.rows[tested]]
     mean: Float = responses.mean
     return ResponseProbe(
@@ -424,6 +431,7 @@ def read_responses(path: Path | Url, ids: Path | None) -> Responses:
         )
     columns = arrays.columns.get(name) or [str(i) for i in range(array.shape[-1])]
     image_ids = arrays.ids if ids is None else read_ids(ids)[0]
+    # (images, columns), or with repeats in front
     values = np.asarray(array, np.float64)
     n_rows = values.shape[-2]
     if image_ids is not None and len(image_ids) != n_rows:

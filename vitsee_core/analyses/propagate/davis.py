@@ -125,10 +125,13 @@ class MaskFiles:
         labels = np.zeros((len(frames), *video.size), np.uint8)
         for i, frame in enumerate(frames):
             labels[i] = self._read_mask(video.masks[frame], video.size)
+        # Void first: a 255 that is left is an object then.
         if self.void is not None:
             labels[labels == self.void] = 0
         is_255 = labels == VOID
         if is_255.any():
+            # By the first mask, so that the number is the same in every frame that is
+            # read.
             first = self._read_mask(video.masks[0], video.size)
             other_numbers = first[(first != VOID) & (first != self.void)]
             labels[is_255] = int(other_numbers.max(initial=0)) + 1
@@ -180,6 +183,7 @@ def find_masks(path: Path, void: int | None = VOID) -> MaskFiles:
             f"no folder {path}; expected that of DAVIS, or one folder per video"
         )
     root = path
+    # DAVIS/Annotations/480p/VIDEO/00000.png; any part of the way may be given.
     if (root / _ANNOTATIONS).is_dir():
         root = root / _ANNOTATIONS
     if (root / _RESOLUTION).is_dir():
@@ -209,6 +213,7 @@ def oriented_masks(
     """
     is_turned = [bool(store.manifest.transform.get("exif")) for store in stores]
     files = [masks.root / mask for video in videos for mask in video.masks]
+    # Logged once, for the first store: the masks are the same for all.
     n_turned = say_oriented_files(str(masks.root), is_turned[0], files)
     if n_turned and len(set(is_turned)) > 1:
         with_exif = stores[is_turned.index(True)].label
@@ -359,6 +364,7 @@ def _readable_videos(store: Store, runs: dict[str, range]) -> dict[str, range]:
     Raises:
         VitseeError: a frame could not be read, or no video is complete.
     """
+    # (rows,) of the whole store: a slab is committed as one.
     is_committed = np.repeat(store.committed, store.plan.slab)
     complete = {
         name: rows
@@ -405,6 +411,8 @@ def _match_video(
             raise StoreMismatch(
                 f"{store.label} and {other_store.label} hold other frames of {name}"
             )
+    # The order of the store is time: a frame behind its successor would be propagated
+    # backwards.
     for before, after in pairwise(frames):
         if not _natural_key(before) < _natural_key(after):
             raise VitseeError(

@@ -65,6 +65,8 @@ def find_filters(model: LoadedModel) -> InputArray | str:
     whose pixels are numbered. Cost: the forward pass up to that layer.
     """
     channels, height, width = model.input_size
+    # Each pixel is its own number; float32 holds whole numbers up to 2^24, 2364 x 2364 in
+    # colour.
     numbers = torch.arange(channels * height * width, dtype=torch.float32)
     inside: list[str] = []
     first = _FirstLayers(inside, model.input_size)
@@ -107,6 +109,8 @@ class _FirstLayers(TorchFunctionMode):
             dilation = arguments.get("dilation", 1)
             if isinstance(dilation, int):
                 dilation = (dilation, dilation)
+            # Values are numbers only as long as nothing but copying happened to them
+            # before.
             pixels = _receptive_field(arguments["input"], weight.shape, dilation)
             values = _over_pixels(weight.flatten(1), pixels, self._size)
             if values is None:
@@ -133,6 +137,7 @@ def _receptive_field(
         return tokens[len(tokens) // 2]
     windows = []
     for n, kernel, step in zip(x.shape[2:], weight_shape[2:], dilation, strict=True):
+        # The middle window of n - (kernel - 1) * step possible ones.
         start = max(n - (kernel - 1) * step - 1, 0) // 2
         windows.append(slice(start, start + kernel * step, step))
     rows, cols = windows
@@ -151,6 +156,8 @@ def _over_pixels(
         size: (channels, rows, cols) of the image.
     """
     numbers = pixels.double().numpy()
+    # Normalised, padded or averaged pixels are no numbers of pixels, and 0 twice is
+    # padding.
     are_integers = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
     if not are_integers or len(numbers) != weight.shape[1]:
         return None
@@ -159,9 +166,11 @@ def _over_pixels(
     if numbers.min() < 0 or numbers.max() >= np.prod(size):
         return None
     channel, row, col = np.unravel_index(numbers.astype(np.int64), size)
+    # Within the window, whatever part of the image it was read from.
     row = row - row.min()
     col = col - col.min()
     shape = (size[0], int(row.max()) + 1, int(col.max()) + 1)
+    # A rectangle of all channels with a hole is no filter.
     if np.prod(shape) != len(numbers):
         return None
     values = np.empty((len(weight), *shape), np.float32)
@@ -178,6 +187,7 @@ def find_positions(model: LoadedModel) -> InputArray | str:
     """
     channels, rows, cols = model.input_size
     generator = torch.Generator().manual_seed(0)
+    # What is added to any image alike is an embedding: zeros and noise.
     images = torch.zeros(2, channels, rows, cols)
     images[1] = torch.randn(channels, rows, cols, generator=generator)
     runner = PerturbationRunner(model.module, images)
@@ -188,6 +198,7 @@ def find_positions(model: LoadedModel) -> InputArray | str:
         if effect is None:
             continue
         call, change = effect
+        # The change must not depend on the image; 1e-3 is float32 after a few layers.
         if len(change) != 2 or not torch.allclose(
             change[0], change[1], rtol=0, atol=1e-3
         ):
@@ -201,6 +212,7 @@ def find_positions(model: LoadedModel) -> InputArray | str:
             shape = " x ".join(map(str, change.shape[1:]))
             where = f"features ({shape}) that do not lie as in the image"
             refused.append(f"{candidate.name} is added to {where}")
+    # The earliest call first; several tensors there (rows and columns) add up.
     for call, chosen in sorted(found.items()):
         values = _on_grid(runner.share(chosen, call), model)
         if values is None or (values.any() and np.ptp(values, axis=(0, 1)).max() <= 1e-6):
@@ -253,6 +265,8 @@ def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
         values = values[layout.n_prefix :].unflatten(0, layout.grid)
     elif values.ndim == 3:
         a, b, c = values.shape
+        # Channels first or last: which pair of axes is a grid of the model, exactly or
+        # nearly; both or none leaves it open.
         for fits in (geometry.exact, geometry.near):
             if fits((b, c)) != fits((a, b)):
                 values = values.permute(1, 2, 0) if fits((b, c)) else values
@@ -273,6 +287,8 @@ def _in_order(
     rows, cols = shape[:2]
     down = max(height // rows, 1)
     across = max(width // cols, 1)
+    # A change in one patch each, of which tokens in raster order respond most in its
+    # quarter.
     images = torch.zeros(2, channels, height, width)
     before = runner.entering(call, images)
     noise = torch.randn(
@@ -285,6 +301,7 @@ def _in_order(
         grid = _on_grid(part, model)
         if grid is None or not grid.any():
             return False
+        # (images, rows, cols, dim) -> the strongest token by its sum over channels
         row, col = np.unravel_index(np.abs(grid).sum(-1).argmax(), shape[:2])
         if (rows > 1 and (row < rows / 2) != top) or (
             cols > 1 and (col < cols / 2) == top
