@@ -116,6 +116,7 @@ def lay_out(
         model = options
     else:
         model = load_model(**vars(options), frames=frames, native=data.native)
+    # The survey runs on the CPU; the model moves once its small weights are collected.
     model.module.cpu()
     if data.native:
         return _lay_out_native(model, request, selection, stored_plan)
@@ -163,6 +164,7 @@ def _lay_out_short_side(
     options = request.model
     data = request.data
     assert data.short_side is not None
+    # The options are checked against the grid before the headers of all images are read.
     step = _required_multiple(model, table)
     multiple = step if data.multiple is None else data.multiple
     tiles = model.input_size[1:] if data.tiles else None
@@ -174,10 +176,12 @@ def _lay_out_short_side(
     else:
         canvas, notes = _fit_canvas(canvas, image_sizes(selection), selection)
 
+    # With tiles the model keeps its own input; without them the canvas is its input.
     if tiles is None and canvas.size != model.input_size[1:]:
         assert isinstance(options, ModelOptions)
         model = load_model(**{**vars(options), "img_size": canvas.size})
         table = site_table(model)
+    # Settings of cropping do not hold any more: nothing is cropped on a canvas.
     transform = {key: model.transform[key] for key in TRANSFORM_KEYS} | {
         "input_size": (model.input_size[0], *canvas.size),
         "crop_mode": canvas.crop_mode,
@@ -360,6 +364,7 @@ def _lay_out_clips(
         "every": clip.every,
         "time": clip.time,
     }
+    # The seed decides the order of frames, so it belongs to the transform's identity.
     if clip.time == SHUFFLED:
         sampling["seed"] = seed
     model = dataclasses.replace(model, transform={**model.transform, "clip": sampling})
@@ -399,6 +404,7 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
         except ImageError:
             return 0, 0
 
+    # Headers wait for the disk or the network, not for the interpreter.
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
         sizes = list(pool.map(read_size, selection.samples.index.tolist()))
     return np.array(sizes, np.int64).reshape(-1, 2)
@@ -484,6 +490,7 @@ def _required_multiple(model: LoadedModel, table: SiteTable) -> int:
         for site in table.sites
         if site.layout is not None and _covers(site.layout, size)
     ]
+    # Stages with other strides count as well (Swin): hence the least common multiple.
     block_sites = [
         site for site in grid_sites if "blocks" in site.groups or site.name == PART
     ]
@@ -509,6 +516,8 @@ def _covers(layout: TokenLayout, size: Size, step: int | None = None) -> bool:
     if layout.grid is None or layout.stride_px is None or layout.offset_px != (0, 0):
         return False
     return all(
+        # Exactly: a border, or a rest that no cell covers, would shift cells between
+        # tiles.
         n_cells * stride == side and stride == int(stride) and not (step or 0) % stride
         for n_cells, stride, side in zip(layout.grid, layout.stride_px, size, strict=True)
     )
@@ -531,6 +540,7 @@ def _check_sides(
     """
     for option, n_pixels in {"--short-side": short_side, "--multiple": multiple}.items():
         if n_pixels % step:
+            # The two nearest multiples, as a suggestion.
             below = max(step, n_pixels // step * step)
             raise VitseeError(
                 f"{option} is {n_pixels}, no multiple of the {step} pixels between cells of "
@@ -594,8 +604,10 @@ def _fit_canvas(
     height = max(height for height, _ in n_by_size)
     width = max(width for _, width in n_by_size)
     area = height * width
+    # In pixels on the canvas, each image once.
     mean_area = sum(n * h * w for (h, w), n in n_by_size.items()) / n_by_size.total()
     notes: tuple[str, ...] = ()
+    # Less than half of the canvas is used on average.
     if area > 2 * mean_area:
         notes = (
             f"images cover {mean_area / area:.0%} of the canvas of {width} x {height} pixels: "
@@ -647,6 +659,8 @@ def _tiled_table(
             and layout.stride_px is not None
             and _covers(layout, tiles, step)
         ):
+            # Whole: the sides of the canvas are multiples of the step, which the stride
+            # divides.
             rows = canvas.size[0] // round(layout.stride_px[0])
             cols = canvas.size[1] // round(layout.stride_px[1])
             has_prefix |= layout.n_prefix > 0

@@ -105,6 +105,7 @@ def prepare(request: Request, progress: Progress = SILENT) -> Prepared:
         VitseeError: anything the user can fix, in one line.
         IdentityMismatch: the existing store was made from something else.
     """
+    # --force starts anew, and reads nothing of the store that it will replace.
     writer = None if request.run.force else StoreWriter.join(request.run.output)
     if writer is None:
         check_output(request)
@@ -142,6 +143,7 @@ def made_or_joined(prepared: Prepared, request: Request) -> tuple[Prepared, Stor
     except IdentityMismatch:
         # Another process made the store since `prepare`: that store supplies the defaults
         # now, and explicit choices are compared with it.
+        # Without --force, which would delete what the other process is filling.
         run = dataclasses.replace(request.run, force=False)
         prepared = prepare(dataclasses.replace(request, run=run))
         return prepared, open_writer(prepared, request.run)
@@ -213,6 +215,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         VitseeError: the store would not fit the free disk; nothing is made then.
         IdentityMismatch: another process made a store there with other choices or images.
     """
+    # Arrays that are written with the store, not with a slab.
     once = {}
     if prepared.weights is not None:
         for name, values in prepared.weights.arrays.items():
@@ -220,6 +223,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     if prepared.writer is not None:
         prepared.writer.finish_creation(prepared.selection.samples, once)
         return prepared.writer
+    # Only after the preparation, which may still have refused the request.
     if run.force:
         remove_store(run.output)
     target = run.output if prepared.files is None else prepared.files
@@ -236,6 +240,7 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     strategy_of(prepared, run).check_room(free - needed, prepared.plan.slab)
     samples = prepared.selection.samples
     writer = StoreWriter.create_or_join(target, prepared.manifest, samples, once)
+    # Two processes may create a store at once; the first one's is taken.
     another_was_first = writer.manifest.store_id != prepared.manifest.store_id
     if another_was_first and prepared.files is None:
         check_same_images(writer, prepared.selection, prepared.first)
@@ -285,6 +290,7 @@ def fill(
     log_level = logging.INFO if remarks else logging.DEBUG
     committed = writer.committed()
     missing = [k for k in slabs if not committed[k]]
+    # Remains of killed processes in slabs that nobody holds.
     with locked(writer.place, missing, wait=False) as free:
         writer.sweep(free)
     if not missing:
@@ -361,6 +367,7 @@ def fill(
         loop.run(missing, loading, stop, progress)
     seconds = time.perf_counter() - started
     log.log(log_level, "the run was limited by %s", loop.clock.limit())
+    # A signal may come when nothing is left to stop.
     if stop and not writer.committed()[missing].all():
         raise stopped(stop, writer, shard.others)
     if loop.overtaken:

@@ -215,6 +215,7 @@ def place(
             that is empty or not inside.
     """
     file_size = int(size[0]), int(size[1])
+    # (top, left, bottom, right)
     image_box = (0, 0, *file_size) if box is None else box_pixels(box, file_size)
     box_top, box_left, box_bottom, box_right = image_box
     current: Size = (box_bottom - box_top, box_right - box_left)
@@ -237,6 +238,7 @@ def place(
             left = left * new[1] / current[1]
             width = width * new[1] / current[1]
         elif name == "center_crop":
+            # The fill does not move anything; `down` is the processor's way of rounding.
             new, _, *down = arguments
             corner = (
                 crop_corner(current[0], new[0], *down),

@@ -56,6 +56,7 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
         ModelError: no such sublayer or block, or one whose sum cannot be identified; the model is
             left unchanged.
     """
+    # Of the unchanged model: it says where each branch ends.
     table = site_table(model)
     option_by_text = dict.fromkeys(names, "--ablate-skip")
     option_by_text |= dict.fromkeys(
@@ -68,6 +69,7 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
     sublayers = sorted(option_by_sublayer)
     if not sublayers:
         return
+    # A branch that no module gives cannot be made to ignore its sum.
     for name in sublayers:
         if table.residuals[name].witness is not None:
             raise ModelError(
@@ -122,6 +124,7 @@ def _named_sublayers(
         replace(table.sites[0], name=name, groups=(), alias_of=None)
         for name in sublayers_by_name
     ]
+    # Words of groups ("residual") are no blocks, though select_names knows them.
     selected = []
     if text not in GROUPS:
         try:
@@ -163,6 +166,7 @@ def _ignore_skips(
             return (branch_only(output[0]), *output[1:])
         return branch_only(output) if isinstance(output, Tensor) else None
 
+    # Calls are counted anew in each forward pass.
     handles = [module.register_forward_pre_hook(lambda _m, _a: n_calls.clear())]
     for path in calls_by_path:
         child = module.get_submodule(path)
@@ -186,6 +190,7 @@ def add_registers(model: LoadedModel, n: int) -> None:
     layout = _shared_layout(table, observed, problem)
     n_registers = sum(name.startswith("reg") for name in layout.prefix)
     added = tuple(f"reg{n_registers + i}" for i in range(n))
+    # Added before the first block, taken out before whatever follows the last one.
     first_block = observed.blocks[0]
     changes_by_path = {first_block: n}
     for path in _modules_behind_blocks(observed, problem):
@@ -199,6 +204,7 @@ def add_registers(model: LoadedModel, n: int) -> None:
         )
         child = model.module.get_submodule(path)
         handles.append(child.register_forward_pre_hook(hook, with_kwargs=True))
+    # Steps and patches were measured without them.
     model.geometry = replace(observed.geometry, added=added, steps=None, patches=())
     # The model may do other things with the tokens: everything else must be as before.
     new_layout = replace(layout, prefix=layout.prefix + added)
@@ -264,6 +270,7 @@ def _modules_behind_blocks(observed: Survey, problem: str) -> list[str]:
             continue
         if any(call.entered and call.entered.key == output.key for call in calls):
             taking.append(name)
+    # A module inside another gets what that was given: the outer one is hooked alone.
     outer = [
         name
         for name in taking

@@ -99,6 +99,7 @@ def naming(models: Mapping[Path, NamedModel]) -> Iterator[None]:
     models: a store's folder -> the model that the running command extracts it from. Nothing that
     was read from a file belongs here.
     """
+    # A context variable, so that threads do not see one another's models.
     token = _NAMED.set({place.resolve(): model for place, model in models.items()})
     try:
         yield
@@ -108,6 +109,7 @@ def naming(models: Mapping[Path, NamedModel]) -> Iterator[None]:
 
 def _named_for(store: Store) -> NamedModel | None:
     """The model that the running command names for a store; None if none, or of other arguments."""
+    # Models are named by folder; a URL has none.
     if is_url(str(store.place)):
         return None
     found = _NAMED.get().get(store.path.resolve())
@@ -162,6 +164,7 @@ def model_of(
             "brings back; extract it again with what is needed"
         )
     info = store.manifest.info
+    # Relative paths of the manifest are of the folder in which extract ran.
     made_in = Path(info.get("data_folder", "."))
     file = checkpoint
     key = None
@@ -196,6 +199,7 @@ def model_of(
         raise VitseeError(
             f"the model of {store.label} cannot be loaded again: {error}{hint}"
         ) from None
+    # The hash decides, whatever the names say.
     if model.weights["sha256"] != weights["sha256"]:
         raise VitseeError(
             f"{model.name} now has other weights ({model.weights['sha256'][:12]}) than "
@@ -227,6 +231,7 @@ def _check_record(store: Store) -> None:
         if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in (height, width)):
             raise ValueError("input_size")
         seed = weights.get("seed")
+        # Raises AttributeError for an origin that is not a mapping.
         _ = model.get("origin", {}).get("trust_remote_code")
         trained_size = weights.get("weights_size") or (1, 1)
         if len(trained_size) != 2 or not all(type(x) is int for x in trained_size):
@@ -249,6 +254,8 @@ def _check_size(store: Store, size: tuple[int, int]) -> None:
     cells = [(at.grid, at.stride_px) for at in layouts if at.grid and at.stride_px]
     for axis in (0, 1) if cells else ():
         covered = max(grid[axis] * stride_px[axis] for grid, stride_px in cells)
+        # Twice the cells, as a grid may leave a border; a false size would take memory
+        # before the hash of the weights is known.
         if size[axis] > 2 * covered:
             raise MissingInput(
                 f"{store.label} says that its input has {size[0]} x {size[1]} pixels, "
@@ -326,6 +333,8 @@ class Pictures:
 
         valid = self._store.valid
         for start in range(0, min(CHECK_WITHIN, len(valid)), CHECK_IMAGES):
+            # The same rows as extract took: the first range of these with a readable
+            # image.
             rows = start + np.flatnonzero(valid[start : start + CHECK_IMAGES])
             if len(rows):
                 found = hashlib.sha256(self(rows).tobytes()).hexdigest()
@@ -363,6 +372,7 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
         data if data is not None else placed(options["data"], Path(info["data_folder"]))
     )
     own = {key: options.get(key) for key in ("label_key", "image_column", "label_column")}
+    # Columns and keys are of one kind of file, which other data need not be.
     if Path(text).suffix != Path(str(options["data"])).suffix:
         own = {}  # of files of that kind
     try:
@@ -393,6 +403,8 @@ class Classifiers:
             try:
                 self._found[key] = self._find(store)
             except MissingInput as missing:
+                # Errors are kept too: a model that cannot be had is not loaded for each
+                # question.
                 self._found[key] = missing
         found = self._found[key]
         if isinstance(found, MissingInput):

@@ -143,6 +143,8 @@ class GramCache:
         folder = self.folder or own_folder(store)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Made and removed: permission bits alone do not tell whether files can be
+            # written.
             with tempfile.TemporaryFile(dir=folder):
                 _remove_abandoned_files(folder)
                 return folder
@@ -171,6 +173,7 @@ class GramCache:
         if not folder.is_dir():
             return None
         identity = (_revision(features), self._key(features))
+        # A matrix of more rows serves as well, so the names of files do not decide alone.
         for path in sorted(folder.glob(f"{self._stem(features)}.*.json")):
             header = Header.load(read_regular(path))
             if header is None or (header.store, header.key) != identity:
@@ -262,6 +265,8 @@ class GramCache:
         try:  # an interrupt may come at any moment after the file's creation
             with rename_at_end(final_paths):
                 descriptor = create_owned(partial_tiles)
+                # Matrices of batches are kept without the shift that all rows have in
+                # common.
                 offset = FeatureOffset(0 if batches else len(rows))
                 checksums = write_tiles(descriptor, make(offset), tile)
                 header = Header(

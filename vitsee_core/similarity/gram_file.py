@@ -102,6 +102,7 @@ class Header:
         try:
             fields: dict[str, Any] = json.loads(text)
             digest = fields.pop("digest")
+            # Before anything is decompressed.
             if digest != _checksum_fields(fields) or fields.pop("format") != FORMAT:
                 return None
             rows = _decompress(fields.pop("rows"), "<i8", np.int64)
@@ -160,6 +161,7 @@ def _decompress(text: str, stored: DTypeLike, dtype: DTypeLike) -> NDArray[Any]:
         ValueError: more than `MAX_BYTES`, or cut short.
     """
     decompressor = zlib.decompressobj()
+    # At most MAX_BYTES, whatever the text would unpack to.
     data = decompressor.decompress(base64.b85decode(text), MAX_BYTES)
     if not decompressor.eof:
         raise ValueError("too long, or cut short")
@@ -195,6 +197,7 @@ def has_full_size(path: Path, header: Header) -> bool:
 
 def tile_size(n: int) -> int:
     """Return the side of the tiles of an n x n matrix: at most `MAX_TILE`, with little padding."""
+    # As many tiles as MAX_TILE needs, of equal size: less padding than a short last one.
     return math.ceil(n / math.ceil(n / MAX_TILE))
 
 
@@ -222,12 +225,14 @@ def write_tiles(
     """
     checksums: dict[int, int] = {}
     for k, tile in tiles:
+        # float32 on disk: sums were made in float64.
         block = tile.astype(np.float32, order="C")
         if block.shape != (size, size):
             block = np.zeros((size, size), np.float32)
             block[: tile.shape[0], : tile.shape[1]] = tile
         checksums[k] = int(google_crc32c.value(block))
         data = block.data.cast("B")
+        # Padded tiles are of one size, so each can be written and read alone.
         offset = k * block.nbytes
         while data:  # pwrite may write less than it is given
             n_written = os.pwrite(descriptor, data, offset)
@@ -263,6 +268,7 @@ class GramFile:
         except OSError:
             block = np.empty(0, np.float32)
         is_intact = len(block) == n_values
+        # Once for each tile: later reads of this object trust the file.
         if is_intact and k not in self._checked:
             is_intact = int(google_crc32c.value(block)) == self.header.checksums[k]
         if not is_intact:
@@ -278,6 +284,7 @@ class GramFile:
         size = self.header.tile
         n_tile_rows = math.ceil(len(self.header.rows) / size)
         out = np.empty((len(i), len(j)), np.float32)
+        # Used for each segment of i.
         j_segments = list(_split_by_tile(j, size))
         for a in _split_by_tile(i, size):
             for b in j_segments:
