@@ -26,7 +26,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sources.processors import Processor
 from vitsee_core.models.sources.transformers_classes import clip_frames
-from vitsee_core.models.sources.transformers_inputs import adapt
+from vitsee_core.models.sources.transformers_inputs import take_images_alone
 from vitsee_core.models.tokens.clip_order import (
     ClipCalls,
     ClipCodes,
@@ -98,7 +98,7 @@ def library_model(name: str, attention: str = "sdpa", **more: Any) -> Any:
 def adapted(name: str, **more: Any) -> LoadedModel:
     """The same model as one of clips."""
     module = library_model(name, **more)
-    adapt(module, False, name)
+    take_images_alone(module, False, name)
     frames = clip_frames(module)
     assert frames is not None
     accept_clips(module, frames)

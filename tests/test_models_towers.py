@@ -28,7 +28,10 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.transformers_inputs import accept_images, adapt
+from vitsee_core.models.sources.transformers_inputs import (
+    accept_images,
+    take_images_alone,
+)
 from vitsee_core.models.tokens.packed_order import (
     Codes,
     JoinedCalls,
@@ -102,7 +105,7 @@ def library_tower(folder: str, name: str) -> nn.Module:
 def adapted(folder: str, name: str, grid: tuple[int, int] = (8, 12)) -> LoadedModel:
     """The same tower as a model of images with this grid of patches."""
     tower = library_tower(folder, name)
-    adapt(tower, False, name)
+    take_images_alone(tower, False, name)
     patch = tower.config.patch_size  # type: ignore[union-attr]
     size = 3, grid[0] * patch, grid[1] * patch  # type: ignore[operator]
     return LoadedModel(name, tower, size, {}, {}, name)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from vitsee_core.figures.plotting import GREY
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_stores import Store, open_store
@@ -216,7 +216,9 @@ def test_by_hand(tmp_path: Path) -> None:
         own["value"].tolist() == [found["map_medium"]]
         and len(rows.filter(query="q")) == 3
     )
-    assert "query" in rows.written.columns and rows.notes[WORD]["s"]["n_blocks"] == 1
+    assert (
+        "query" in rows.written.columns and rows.notes[REPLICATES]["s"]["n_blocks"] == 1
+    )
 
 
 def test_queries_of_a_store_of_their_own(tmp_path: Path) -> None:
@@ -708,7 +710,7 @@ def test_several_models_and_their_figure(tmp_path: Path) -> None:
         rows = having(table, store=store.label, query=None)
         for site in SITES:
             check(rows, site, expected(store, read_truth(path), site, own))
-    digests = {note["digest"] for note in table.notes[WORD].values()}
+    digests = {note["digest"] for note in table.notes[REPLICATES].values()}
     assert len(digests) == 1, "the same queries pair"
     figure = plot(table)
     words = ("mean average precision", "mean precision at 10")

@@ -214,8 +214,9 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     """Yield the differences of every zarr.json from what the plan implies."""
     expected = {"": metadata.group_document(), **documents(specs)}
 
-    def read_document(path: str) -> Any:
-        """Return the contents of a group's or array's zarr.json, or a text about a defect."""
+    def read_document(path: str) -> dict[str, Any] | str:
+        """Return the contents of a group's or array's zarr.json, or a text that says what is wrong
+        with it."""
         name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
             actual = metadata.parse(files.read(name, metadata.MAX_BYTES))

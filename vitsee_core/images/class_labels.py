@@ -58,8 +58,13 @@ def number(names: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
 def class_labels(
     values: Sequence[str], counts: Sequence[int] | None = None
 ) -> tuple[NDArray[np.int64], list[str] | None]:
-    """Labels for what users write: class numbers (3, or 3.0), or names where any is none; "" is
-    none (-1), and so is `nan`, which is logged. The names are None if all are numbers.
+    """Return the label of each text, and the names of the classes; None for class numbers, and
+    where no text has a class.
+
+    Class numbers if every text is a number (3, or 3.0), else names. A text "", `nan` or `<na>` has
+    no class: -1; the latter two are logged. Texts of numbers are names, too, where two of them are
+    one number and one of these is padded (`007` beside `7`, which is logged), and where a number
+    is below -1 or above 2**62.
 
     Args:
         values: the texts.
@@ -77,9 +82,9 @@ def class_labels(
         _say_numbers_beside_names(distinct)
         return number(texts)
     ambiguous = [
-        texts
-        for texts in _writings_of_numbers(number_of_text)
-        if any(_PADDED.match(text) for text in texts)
+        writings
+        for writings in _writings_of_numbers(number_of_text)
+        if any(_PADDED.match(text) for text in writings)
     ]
     if ambiguous:
         log.warning(

@@ -55,26 +55,30 @@ class OrderedAccess:
     Sums of floats depend on their order; so they are the same for any number of threads.
     """
 
-    def __init__(self, n_things: int) -> None:
-        """n_things: number of sums, each with an order of its own."""
-        self._done = [0] * n_things
+    def __init__(self, n_sums: int) -> None:
+        """n_sums: number of sums, each with an order of its own."""
+        self._done = [0] * n_sums
         self._changed = threading.Condition()
         self._stopped = False
 
     @contextmanager
-    def of(self, piece: int, thing: int) -> Iterator[None]:
+    def turn(self, piece: int, index_of_sum: int) -> Iterator[None]:
         """Context for the turn of a piece at a sum; exiting it admits the next piece.
+
+        An error inside admits nobody: `stop` has to be called.
 
         Raises:
             Stopped: `stop` was called.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._done[thing] == piece)
+            self._changed.wait_for(
+                lambda: self._stopped or self._done[index_of_sum] == piece
+            )
             if self._stopped:
                 raise Stopped
         yield
         with self._changed:
-            self._done[thing] += 1
+            self._done[index_of_sum] += 1
             self._changed.notify_all()
 
     def stop(self) -> None:

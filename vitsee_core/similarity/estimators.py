@@ -204,12 +204,15 @@ def in_groups(
     work: Work,
     partitions: Sequence[Partition],
 ) -> list[Hsic]:
-    """Return what `work` gives for all matrices, done on groups of them whose tiles fit the memory.
+    """Return the results of `work` (HSIC over all images, then its replicates; or one per repeat,
+    or of one batch) for all rows and columns.
+
+    It is done on groups of matrices whose tiles fit the memory.
 
     Args:
         comparison: says which matrices are rows, and the memory.
         matrices: of all representations.
-        work: called as work(rows, cols, tile=...).
+        work: a `Work`; gives equally many results for each pair of groups.
         partitions: of the images, whose sums take memory.
     """
     n = matrices[0].n

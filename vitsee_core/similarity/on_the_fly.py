@@ -303,13 +303,14 @@ def _in_groups(
     read: Callable[[Sequence[Stack]], Iterator[StackGram]],
     progress: Progress,
 ) -> list[Hsic]:
-    """Return what `work` gives for all rows and columns, done on every group of rows with every
-    group of columns.
+    """Return the results of `work` for all rows and columns.
+
+    It is done on every group of rows with every group of columns.
 
     Args:
         plan: the groups and the tile.
         n: images.
-        work: called as work(rows, cols, tile=...).
+        work: a `Work`; gives equally many results for each pair of groups.
         read: stacks -> their Gram matrices.
         progress: counts pairs of tiles.
     """

@@ -330,7 +330,7 @@ class _Pass:
         buffers = self._allocate(lanes, dtype, workspace)
         sums = [backend.zeros((_length(t.i), _length(t.j))) for t in self._tiles]
         # Strips are added to a tile in their order, so that rounding does not depend on threads.
-        turns = OrderedAccess(len(self._tiles) + 1)
+        access = OrderedAccess(len(self._tiles) + 1)
 
         def work(lane: int, take: Callable[[], int | None]) -> None:
             """Read strips and add their products, until `take` has no more."""
@@ -349,15 +349,15 @@ class _Pass:
                     right = left if tile.i is tile.j else on_device[tile.j]
                     product = product_in(lane_buffers.product, len(left), len(right))
                     backend.multiply(left, right, product)
-                    with turns.of(k, t):
+                    with access.turn(k, t):
                         backend.add(sums[t], product)
-                with turns.of(k, len(self._tiles)):
+                with access.turn(k, len(self._tiles)):
                     self._means.done(k, self._row_indices[self._fresh], self._fresh)
                     if progress is not None:
                         progress(n_bytes)
 
         with backend.one_thread():
-            run_lanes(lanes, work, len(self._strips), turns.stop)
+            run_lanes(lanes, work, len(self._strips), access.stop)
         for tile, total in zip(self._tiles, sums, strict=True):
             yield backend.host(total, tile.i is tile.j)
 

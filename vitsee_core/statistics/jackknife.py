@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vitsee_core.statistics.image_statistics import Estimates, block_labels, statistic
 from vitsee_core.statistics.moments import LEVEL, t_quantile
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def jackknife_cells(
         "low": float(low),
         "high": float(high),
         "n_images": n,
-        WORD: without,
+        REPLICATES: without,
     }
 
 
@@ -233,7 +233,12 @@ def interval_cells(value: ArrayLike, without: Float, limits: Limits = UNLIMITED)
     """Return the cells of a value whose rows have no std; arguments as of `jackknife_cells`."""
     value = np.asarray(value, np.float64)
     _, low, high = interval(value, without, limits)
-    return {"value": float(value), "low": float(low), "high": float(high), WORD: without}
+    return {
+        "value": float(value),
+        "low": float(low),
+        "high": float(high),
+        REPLICATES: without,
+    }
 
 
 def columns_of(estimates: Estimates) -> Cells:
@@ -246,7 +251,7 @@ def columns_of(estimates: Estimates) -> Cells:
         "n_images": estimates.n,
     }
     if estimates.without is not None:
-        columns[WORD] = estimates.without
+        columns[REPLICATES] = estimates.without
     return columns
 
 
@@ -259,5 +264,5 @@ def cells_of(estimates: Estimates, i: int) -> Cells:
         "low": float(estimates.low[i]),
         "high": float(estimates.high[i]),
         "n_images": int(estimates.n[i]),
-        WORD: without,
+        REPLICATES: without,
     }

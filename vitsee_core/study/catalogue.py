@@ -91,13 +91,13 @@ def survey(
     from vitsee_core.extraction.options import split_model
     from vitsee_core.models.load import load_model
     from vitsee_core.models.site_tables import site_table, sketch
-    from vitsee_core.models.tokens.towers import is_language_input, packing_of
+    from vitsee_core.models.tokens.towers import computes_language_input, packing_of
     from vitsee_core.models.without_weights import flops_of, sketched_module
 
     arguments = dict(options or {})
     bare_name = split_model(name)[0]
     module, size = sketched_module(bare_name, arguments)
-    if packing_of(module) is None and not is_language_input(module):
+    if packing_of(module) is None and not computes_language_input(module):
         table = sketch(module, size)
     else:
         # Where the tokens of a packed sequence lie on the image is seen on values alone.

@@ -299,11 +299,11 @@ class CpuPasses:
         """Fill A of an image and its sums, on some threads: first by head, then by query.
 
         Args:
-            scores: (heads tokens tokens,) of the image.
+            scores: (heads * tokens * tokens,) before the softmax, flat.
             image: its index in the batch.
-            a: (heads, tokens, width), filled.
-            head_sums: filled.
-            common: filled.
+            a: (heads, tokens, width), filled with their softmax; width: keys, padded.
+            head_sums: of the whole batch; the entries of `image` are filled.
+            common: of the whole batch; the entries of `image` are filled.
             n_threads: threads that share the image.
         """
         geometry = self._geometry

@@ -207,13 +207,13 @@ def sum_heads(
     This is one function, as steps of it would be calls with a dozen arrays each.
 
     Args:
-        scores: (heads tokens tokens,) of the image.
+        scores: (heads * tokens * tokens,) before the softmax, flat.
         geometry: positions of tokens.
         image: its index in the batch.
         heads: the first head, and the one after the last.
-        a: (heads, tokens, width), filled: the softmax of the scores. Prefix keys and grid keys each
-            begin at a vector boundary, with zeros in between.
-        sums: filled.
+        a: (heads, tokens, width), filled with their softmax; width: keys, padded. Prefix keys and
+            grid keys each begin at a vector boundary, with zeros in between.
+        sums: of the whole batch; the entries of `image` are filled.
     """
     px = geometry.px
     unit = geometry.unit

@@ -14,13 +14,13 @@ from vitsee_stores.disk import PARTIAL, has_ended, is_leftover, partial_name, re
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.folder import store_around
 
-MAX_TABLE_BYTES = 4 << 30  # of a table or a sidecar
+MAX_TABLE_BYTES = 4 << 30  # of a table, a sidecar, a page or a picture
 TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".json", ".parquet")
 HIDDEN = ".vitsee"  # begins the temporary names of outputs
 
 
 def read_file(path: Path) -> bytes:
-    """Return the contents of a table or sidecar.
+    """Return the contents of a table, a sidecar, a page or a picture.
 
     Raises:
         VitseeError: a pipe or a device (refused without blocking), or more than 4 GiB.

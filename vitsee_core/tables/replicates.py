@@ -18,7 +18,6 @@ import numpy as np
 from vitsee_core.tables.columns import REPLICATES, build_column
 from vitsee_core.types import Float, pl
 
-WORD = REPLICATES
 PREFIX = "without_"
 # Columns of a row that its replicates replace.
 _SPREAD = ("std", "low", "high", "spread")
@@ -27,7 +26,7 @@ _SPREAD = ("std", "low", "high", "spread")
 def replicates_path(path: Path) -> Path:
     """Return the path of a table's replicates: `r.replicates.csv` for `r.csv`, and so on."""
     end = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    return path.with_name(f"{path.name.removesuffix(end)}.{WORD}{end}")
+    return path.with_name(f"{path.name.removesuffix(end)}.{REPLICATES}{end}")
 
 
 def expand_replicates(frame: pl.DataFrame) -> pl.DataFrame:

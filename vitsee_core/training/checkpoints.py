@@ -208,9 +208,9 @@ def run(
     """
     # Sizes and times are those of the start: a file that is replaced while this runs is
     # measured by the next call.
-    file_cells = {file.step: file.cells() for file in files}
+    record_cells = {file.step: file.cells() for file in files}
     todo = [
-        file for file in files if not series.is_done(file.step, file_cells[file.step])
+        file for file in files if not series.is_done(file.step, record_cells[file.step])
     ]
     if len(todo) < len(files):
         say(
@@ -218,7 +218,7 @@ def run(
         )
     if not todo:
         return []
-    work = CheckpointRun(series, options, file_cells, say)
+    work = CheckpointRun(series, options, record_cells, say)
     # Before the others, which are compared with them.
     work.make_reference(FIRST, files)
     work.make_reference(LAST, files[::-1])
@@ -240,7 +240,7 @@ class CheckpointRun:
     Args:
         series: the steps.
         options: the model, without a checkpoint.
-        file_cells: step -> cells of the record that identify its file.
+        record_cells: step -> cells of the record that identify its file.
         say: receives a line for each failure.
 
     Attributes:
@@ -251,17 +251,17 @@ class CheckpointRun:
         self,
         series: Series,
         options: ModelOptions,
-        file_cells: Mapping[int, Mapping[str, Any]],
+        record_cells: Mapping[int, Mapping[str, Any]],
         say: Callable[[str], object],
     ) -> None:
         self.failed: dict[int, StepFile] = {}
         self._series = series
         self._options = options
-        self._file_cells = file_cells
+        self._record_cells = record_cells
         self._say = say
         # (stem, reason) of analyses that failed
         self._reported: set[tuple[str, str]] = set()
-        self._n_begun = 0
+        self._n_attempts = 0  # the remarks of the first alone are shown
 
     def load(self, file: StepFile) -> LoadedModel:
         """Return the model with the weights of a checkpoint, under the name of the series."""
@@ -278,7 +278,7 @@ class CheckpointRun:
             self.load(file),
             file.step,
             anew=False,
-            cells=lambda: self._file_cells[file.step],
+            cells=lambda: self._record_cells[file.step],
         )
         for stem, why in failed_analyses.items():
             # Reported once: what a set of images lacks, it lacks at every step.
@@ -291,13 +291,13 @@ class CheckpointRun:
         """Return whether the work succeeds; a failure is recorded and not tried again."""
         if file.step in self.failed:
             return False
-        self._n_begun += 1
+        self._n_attempts += 1
         try:
-            with without_remarks(self._n_begun > 1):
+            with without_remarks(self._n_attempts > 1):
                 work(file)
         except VitseeError as error:
             status = DIVERGED if isinstance(error, NotFinite) else FAILED
-            cells = self._file_cells[file.step]
+            cells = self._record_cells[file.step]
             self._series.record(file.step, status, str(error), **cells)
             self._say(f"{self._series.unit} {file.step}: {status}: {error}")
             self.failed[file.step] = file

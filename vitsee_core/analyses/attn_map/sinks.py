@@ -142,9 +142,9 @@ def _read_sinks(
     values: dict[Key, Float] = {}
     for group, layout in layouts.items():
         largest = slab.attention("received_max", group)[slab.valid]
-        token_index = slab.attention("received_argmax", group)[slab.valid]
+        largest_token = slab.attention("received_argmax", group)[slab.valid]
         values["qk_nmi", group, ""] = slab.attention("qk_nmi", group)[slab.valid]
-        score = layout.n_tokens * largest.astype(np.float64)
+        largest_score = layout.n_tokens * largest.astype(np.float64)
         folder = f"attention/{group}/" if group else "attention/"
         if slab.store.has(folder + ROWS):
             received = slab.attention(ROWS, group)[slab.valid].astype(np.float64)
@@ -152,37 +152,39 @@ def _read_sinks(
             values["sink_median", group, ""] = np.median(scores, -1)
             if group in even:
                 # The largest score need not be where most attention is received.
-                score = scores.max(-1)
-                token_index = scores.argmax(-1)
+                largest_score = scores.max(-1)
+                largest_token = scores.argmax(-1)
         elif group in even:
             continue  # scores need `received_rows`
-        values["sink_max", group, ""] = score
+        values["sink_max", group, ""] = largest_score
         if _can_sink(layout):
-            values.update(_sink_shares(group, layout, score, token_index))
+            values.update(_sink_shares(group, layout, largest_score, largest_token))
     return values
 
 
 def _sink_shares(
-    group: str, layout: TokenLayout, score: Float, token_index: NDArray[Any]
+    group: str, layout: TokenLayout, largest_score: Float, largest_token: NDArray[Any]
 ) -> dict[Key, Float]:
     """Return whether each head of each image has a sink, by kind of token.
 
     Args:
-        group: of blocks.
+        group: name of a group of blocks, "" for the only one.
         layout: of its tokens.
-        score: (images, blocks, heads) the largest score.
-        token_index: which token has it.
+        largest_score: (images, blocks, heads) of all tokens of the image.
+        largest_token: (images, blocks, heads) which token has it.
 
     Returns:
         Key -> (images, blocks, heads), 1 or 0, NaN without a score.
     """
-    is_sink = score > THRESHOLD
+    is_sink = largest_score > THRESHOLD
     sinks_at = {"": is_sink}
     for i, name in enumerate(layout.prefix):
-        sinks_at[name] = is_sink & (token_index == i)
-    sinks_at[PATCHES] = is_sink & (token_index >= layout.n_prefix)
+        sinks_at[name] = is_sink & (largest_token == i)
+    sinks_at[PATCHES] = is_sink & (largest_token >= layout.n_prefix)
     return {
-        ("sink_share", group, token): np.where(np.isnan(score), np.nan, is_sink_here)
+        ("sink_share", group, token): np.where(
+            np.isnan(largest_score), np.nan, is_sink_here
+        )
         for token, is_sink_here in sinks_at.items()
     }
 

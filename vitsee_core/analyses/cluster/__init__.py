@@ -55,10 +55,9 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import LabelledRows
 from vitsee_core.truth.masks.segments import Segmentation, as_segmentation, examples_of
@@ -235,7 +234,7 @@ def run(
     }
     if is_segments:
         notes["interval"] = works[0].data.INTERVAL
-        notes[WORD] = {
+        notes[REPLICATES] = {
             work.data.store.label: work.blocks.describe()
             for work in works
             if work.blocks is not None

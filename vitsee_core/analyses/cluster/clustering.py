@@ -18,7 +18,7 @@ from vitsee_core.runtime.machine import human_bytes, plural
 from vitsee_core.runtime.progress import Progress
 from vitsee_core.statistics.jackknife import SHARE, Blocks, interval
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.truth.labels.labelled_rows import LabelledRows, random_features
 from vitsee_core.truth.masks.segments import LabelledSegments
 from vitsee_core.types import Float, Float32, Integers
@@ -215,7 +215,7 @@ class StoreClusters:
                 low, high = self._interval(metric, value, replicates)
                 score["low"] = low
                 score["high"] = high
-                score[WORD] = replicates
+                score[REPLICATES] = replicates
             scores.append(score)
         return scores
 

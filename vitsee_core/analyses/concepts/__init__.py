@@ -61,12 +61,17 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.sae.dictionary_files import save_dictionary
 from vitsee_core.statistics.jackknife import Blocks, jackknife_cells
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.tables.columns import SITE, cell_columns, site_columns, with_frame_column
+from vitsee_core.tables.columns import (
+    REPLICATES,
+    SITE,
+    cell_columns,
+    site_columns,
+    with_frame_column,
+)
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, by_store, measured, picked
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers, pl
 from vitsee_stores import Store
@@ -208,7 +213,7 @@ def run(
         "seed": execution.seed,
         "interval": "jackknife over blocks of images, the dictionary held fixed",
         "halves": "every second block of images of the jackknife",
-        WORD: {label: blocks[label].describe() for label in blocks},
+        REPLICATES: {label: blocks[label].describe() for label in blocks},
         "images": {
             store.label: execution.rows(store).describe() for store in selection.stores
         },
@@ -394,7 +399,7 @@ def _site_rows(
                 "value": purity,
                 "low": low,
                 "high": high,
-                WORD: purity_without,
+                REPLICATES: purity_without,
                 "n_images": n_images,
                 "baseline": SHUFFLED if draw else "",
             }

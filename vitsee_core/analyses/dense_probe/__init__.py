@@ -74,10 +74,9 @@ from vitsee_core.runtime.options import (
     metrics_option,
 )
 from vitsee_core.runtime.progress import counting
-from vitsee_core.tables.columns import SITE
+from vitsee_core.tables.columns import REPLICATES, SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
     ALLOW_SHARED,
@@ -180,8 +179,10 @@ def run(
         >>> sorted(set(table["metric"]))
         ['boundary_iou', 'miou', 'pixel_accuracy']
     """
-    n_ways = (len(tests) > 0) + (truth.split is not None) + (truth.holdout is not None)
-    if n_ways != 1:
+    n_ways_of_testing = (
+        (len(tests) > 0) + (truth.split is not None) + (truth.holdout is not None)
+    )
+    if n_ways_of_testing != 1:
         raise VitseeError(
             "give exactly one of TEST, --split NAME|FILE and --holdout SHARE"
         )
@@ -332,7 +333,7 @@ def _notes(
         "train": {"store": train.label, **train_counts, **training_notes},
         "tests": test_notes,
         "compared": compared((train, *tests), "patches"),
-        WORD: blocks,
+        REPLICATES: blocks,
         "remarks": list(remarks),
     }
     if solver.preset is not None:

@@ -52,10 +52,9 @@ from vitsee_core.similarity import Estimator, GramOptions
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.statistics.jackknife import Blocks, Cells
 from vitsee_core.statistics.shares import PAIRED_TEST
-from vitsee_core.tables.columns import SITE, VALUES, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.changed_outputs import (
     AGREEMENT,
@@ -235,7 +234,7 @@ def run(
         "tokens": tokens,
         "seed": execution.seed,
         "images": {"rows": int(mask.sum()), "chosen": image_rows.how},
-        WORD: {store.label: blocks.describe() for store in stores},
+        REPLICATES: {store.label: blocks.describe() for store in stores},
     }
     if cka_notes:
         notes["cka"] = cka_notes

@@ -14,8 +14,7 @@ from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity.hsic_sums import without_value
-from vitsee_core.tables.columns import site_columns
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES, site_columns
 from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_core.types import Float, Float32
 from vitsee_stores.errors import SiteError, StoreMismatch
@@ -304,7 +303,7 @@ def cka_rows(
             low=float(similarity.low[i, j]),
             high=float(similarity.high[i, j]),
         )
-        row[WORD] = replicates
+        row[REPLICATES] = replicates
         rows[store.label].append(row)
     return rows, products.notes
 

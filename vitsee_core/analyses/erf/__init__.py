@@ -40,11 +40,10 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, site_columns
 from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores import Store
@@ -313,7 +312,7 @@ def _measure(sums: Float, counts: NDArray[np.int64], metric: str) -> dict[str, A
         "std": error * float(np.sqrt(counts.sum())),
         "low": value - half,
         "high": value + half,
-        WORD: without,
+        REPLICATES: without,
     }
 
 

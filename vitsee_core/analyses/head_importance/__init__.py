@@ -44,11 +44,10 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import Blocks, Cells, interval
 from vitsee_core.statistics.shares import PAIRED_TEST
-from vitsee_core.tables.columns import SITE, VALUES, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, VALUES, site_columns
 from vitsee_core.tables.glances import select_evenly
 from vitsee_core.tables.headlines import Answer, extremes, measured, picked
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.changed_outputs import (
     KL,
@@ -137,7 +136,7 @@ def run(
     row_metrics = select_metrics(metrics or METRICS, METRICS, "head-importance")
     selection = select_each(stores, sites, attention_blocks)
     rows: list[Cells] = []
-    notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
+    notes: dict[str, Any] = {"remarks": [], REPLICATES: {}, "images": {}}
     for store, blocks in selection.members:
         work = StoreAblations(store, blocks, origin, execution)
         for row in work.rows(ablation):
@@ -145,7 +144,7 @@ def run(
                 rows.append(row)
         if work.remark:
             notes["remarks"].append(work.remark)
-        notes[WORD][store.label] = work.image_blocks.describe()
+        notes[REPLICATES][store.label] = work.image_blocks.describe()
         notes["images"][store.label] = work.images.describe()
     notes |= {
         "interval": {
@@ -324,7 +323,7 @@ class StoreAblations:
                         "low": float(low),
                         "high": float(high),
                         "n_images": len(self.row_indices),
-                        WORD: replicates,
+                        REPLICATES: replicates,
                     }
                 )
         return rows

@@ -28,7 +28,7 @@ from vitsee_core.analyses.head_types.head_geometry import (
 from vitsee_core.attention.head_maps import ALIGNED_FRAMES, SlabSums, mean_maps
 from vitsee_core.attention.heads import StoredAttention, keys_seen
 from vitsee_core.statistics.jackknife import interval
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class HeadResult:
                 "high": float(high),
             }
             if enough:
-                row[WORD] = replicates
+                row[REPLICATES] = replicates
             rows.append(row)
         steadiness = dict(zip(AGREEMENT, (self.steady, self.steady_slabs), strict=True))
         if self.in_time is not None:

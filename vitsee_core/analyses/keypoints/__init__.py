@@ -64,10 +64,9 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.tables.columns import SITE
+from vitsee_core.tables.columns import REPLICATES, SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
 from vitsee_core.truth.labels.labelled_rows import RANDOM_BASELINE
@@ -220,7 +219,7 @@ def run(
         "preset": _preset_note(options.preset),
         "pairs": {search.store.label: search.located.describe() for search in searches},
         **selected.notes(),
-        WORD: {search.store.label: search.scorer.describe() for search in searches},
+        REPLICATES: {search.store.label: search.scorer.describe() for search in searches},
     }
     # Columns of groups only where the user asked for them.
     columns = list(COLUMNS)

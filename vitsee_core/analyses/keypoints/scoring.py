@@ -30,7 +30,7 @@ from vitsee_core.analyses.keypoints.positions import LocatedKeypoints
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import share_interval
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ class Score:
             "std": float(self.std[i]),
             "low": float(self.low[i]),
             "high": float(self.high[i]),
-            WORD: self.without[:, i],
+            REPLICATES: self.without[:, i],
         }
 
 

@@ -54,10 +54,9 @@ from vitsee_core.runtime.options import (
     tokens_option,
 )
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
     ALLOW_SHARED,
@@ -265,7 +264,9 @@ def run(
         "tests": [query.describe() for query in queries],
         "compared": compared(stores, selections, asked=tokens),
         "seed": execution.seed,
-        WORD: {query.data.store.label: query.blocks.describe() for query in queries},
+        REPLICATES: {
+            query.data.store.label: query.blocks.describe() for query in queries
+        },
         "remarks": [*remarks, *other_precision(stores)],
     }
     columns = COLUMNS if segmentation is None else SEGMENT_COLUMNS

@@ -13,7 +13,7 @@ import numpy as np
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.truth.labels.labelled_rows import (
     LabelledRows,
     accuracy_interval,
@@ -257,7 +257,7 @@ def _accuracy(
         "std": std,
         "low": low,
         "high": high,
-        WORD: without,
+        REPLICATES: without,
         **data.counted(among),
     }
 

@@ -61,10 +61,9 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import KNOWLEDGE, Fields, Gather, Offers, metrics_option
 from vitsee_core.runtime.progress import counting
-from vitsee_core.tables.columns import SITE
+from vitsee_core.tables.columns import REPLICATES, SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
     TESTS,
@@ -213,7 +212,7 @@ def _probe_classes(
     out. A held-out share of segments is one of the images, so that the segments of an
     image stay together.
     """
-    if stores.n_ways != 1:
+    if stores.n_ways_of_testing != 1:
         raise VitseeError(
             "give exactly one of TEST, --test-split NAME and --holdout SHARE"
         )
@@ -401,7 +400,7 @@ def _notes(
         "seed": seed,
         "compared": compared(stores.all, tokens, asked="" if settings.tokens else None),
         "matched_to_last_stage": first.matched,
-        WORD: blocks,
+        REPLICATES: blocks,
         "remarks": [*remarks, *other_precision(stores.all)],
     }
 

@@ -78,7 +78,7 @@ class ProbedStores(NamedTuple):
         return (self.train, *self.tests)
 
     @property
-    def n_ways(self) -> int:
+    def n_ways_of_testing(self) -> int:
         """The number of TEST, --test-split and --holdout that were given."""
         has_tests = len(self.tests) > 0
         has_split = self.split.test_split is not None

@@ -34,9 +34,8 @@ from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.correlation import N_SPLITS, reliability
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.columns import SITE
+from vitsee_core.tables.columns import REPLICATES, SITE
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.labels.labelled_rows import (
     in_split,
@@ -96,7 +95,7 @@ def run_responses(
             choose l2 that responses do not have.
     """
     # Four ways to choose test images, of which one at most is given.
-    if stores.n_ways + (options.folds is not None) > 1:
+    if stores.n_ways_of_testing + (options.folds is not None) > 1:
         raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
     train = stores.train
     tests = stores.tests
@@ -108,8 +107,8 @@ def run_responses(
     settings = _settings(options, features, stores.split.allow_shared, execution.seed)
     responses = _read_responses(options, tests)
 
-    # Without a test store some of the same images test: the test images are the same
-    # object.
+    # Without a test store some of the same images test: test_images is train_images then,
+    # which `_image_splits` asks for.
     train_images = ResponseImages.of(train, responses, train_execution)
     probes = []
     n_shared = []
@@ -143,7 +142,9 @@ def run_responses(
     notes["compared"] = compared(
         stores.all, tokens, asked="" if settings.tokens else None
     )
-    notes[WORD] = {probe.test.store.label: probe.blocks.describe() for probe in probes}
+    notes[REPLICATES] = {
+        probe.test.store.label: probe.blocks.describe() for probe in probes
+    }
     notes["seed"] = settings.seed
     notes["remarks"] = [*remarks, *other_precision(stores.all)]
     names = [name for name in RESPONSE_COLUMNS if name != "column" or settings.by_column]

@@ -21,8 +21,7 @@ from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.statistics.moments import Moments
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import share_interval
-from vitsee_core.tables.columns import site_columns
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES, site_columns
 from vitsee_core.truth.labels.labelled_rows import LabelledRows
 from vitsee_core.truth.masks.segments import Examples
 from vitsee_core.types import Float, Float32, Integers, Mask
@@ -377,7 +376,7 @@ class Scorer:
                 share_by_seed = np.full_like(share_by_seed, np.nan)
             mean_by_image = share_by_seed.mean(0, dtype=np.float64)
             without = self.blocks.means_without(mean_by_image)
-            yield {"metric": metric, WORD: without, **_mean_share(share_by_seed)}
+            yield {"metric": metric, REPLICATES: without, **_mean_share(share_by_seed)}
 
     def _scores_of_probe(
         self, tally: Tally, seeds: Integers, i: int, t: int
@@ -398,7 +397,7 @@ class Scorer:
             if failed.any():
                 without = without * math.nan  # no value, so no replicates of it
             counts = self.test.counted()
-            yield {"metric": metric, **scores, WORD: without, **counts}
+            yield {"metric": metric, **scores, REPLICATES: without, **counts}
         images_in_class = np.bincount(labels, minlength=tally.n_classes)
         for c, name in enumerate(self.classes):
             n_images = int(images_in_class[c])

@@ -46,11 +46,10 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, site_columns
 from vitsee_core.tables.files import check_output_path, remove_leftovers, temporary_path
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
 from vitsee_stores import Store
@@ -233,7 +232,7 @@ def run(
         **({"clips": clips} if clips else {}),
         **selected.notes(),
         **({"remarks": remarks} if remarks else {}),
-        WORD: {store.label: describe_blocks(videos) for store in selected.stores},
+        REPLICATES: {store.label: describe_blocks(videos) for store in selected.stores},
     }
     columns = [name for name in COLUMNS if per_video or name not in ("video", "object")]
     rows = [

@@ -42,7 +42,7 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.statistics.jackknife import SHARE, block_sums, interval, means_without
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 # ---------------------------------------------------------------- J and F of a mask
@@ -357,7 +357,7 @@ SPREAD = (
     "std: standard deviation (n - 1) over objects; in the row of one object, of j and "
     "f, over its frames"
 )
-REPLICATES = "value without one video each, in the order of the videos"
+REPLICATES_METHOD = "value without one video each, in the order of the videos"
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,7 @@ class VideoSummary:
                 "std": float(_std(values, axis=0)),
                 "low": low,
                 "high": high,
-                WORD: without,
+                REPLICATES: without,
                 "n_objects": n_objects,
                 "n_videos": n_videos,
                 "n_images": sum(self.n_frames),
@@ -466,7 +466,7 @@ def describe_blocks(videos: Sequence[Video]) -> dict[str, Any]:
     """Return the jackknife's blocks for a sidecar, with a digest that is equal for equal videos."""
     text = json.dumps([[video.name, video.frames] for video in videos])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return {"n_blocks": len(videos), "digest": digest, "method": REPLICATES}
+    return {"n_blocks": len(videos), "digest": digest, "method": REPLICATES_METHOD}
 
 
 def _std(values: Float, axis: int) -> Float:

@@ -52,10 +52,9 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import select_metrics
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
 from vitsee_stores import Store
@@ -242,7 +241,7 @@ def run(
         "searched": {plan.search.store.label: plan.describe() for plan in plans},
         "compared": [plan.describe_compared(tokens) for plan in plans],
         "seed": seed,
-        WORD: {plan.search.store.label: plan.blocks.describe() for plan in plans},
+        REPLICATES: {plan.search.store.label: plan.blocks.describe() for plan in plans},
         "remarks": remarks,
         **selected.notes(),
     }

@@ -43,7 +43,7 @@ from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import SHARE, Blocks, cut, interval
 from vitsee_core.statistics.moments import Moments
 from vitsee_core.statistics.shares import as_share, jackknife_share
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
@@ -415,7 +415,7 @@ class Plan:
         return {
             "metric": metric,
             "baseline": "",
-            WORD: replicates,
+            REPLICATES: replicates,
             **cells,
             "n_queries": n_queries,
             "n_images": self.search.n_images,

@@ -49,9 +49,8 @@ from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, block
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.moments import INTERVAL_METHOD, Moments, Summary
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import REPLICATES, SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.truth.masks import RULES, MaskTruth, ground_truth, open_masks
 from vitsee_core.truth.masks.sources import (
@@ -226,7 +225,7 @@ def run(
             "void token": "more than half of its pixels; left out on both sides",
         },
         "attention": "in float16, as stored or recomputed",
-        WORD: partitions,
+        REPLICATES: partitions,
     }
     return Table.from_rows(rows, COLUMNS, notes)
 
@@ -324,14 +323,14 @@ def _overlap_rows(
                 # Chosen by the mean over images, as in the paper.
                 if head == best_head:
                     row["best"] = "head"
-                row[WORD] = None if replicates is None else replicates[head]
+                row[REPLICATES] = None if replicates is None else replicates[head]
                 rows.append(row)
             if adds_oracle:
                 # The best head of each image, as in the released code.
                 oracle = scores.oracle[block.site, token].summary()
                 row = _overlap_row(store, block, oracle, ())
                 row.update(token=token, best="image")
-                row[WORD] = scores.without("oracle", block.site, token)
+                row[REPLICATES] = scores.without("oracle", block.site, token)
                 rows.append(row)
         for name in BASELINES:
             row = _overlap_row(store, block, baselines[block.group][name], ())

@@ -56,8 +56,10 @@ class TokenChoice:
         return not self.kind and bool((self.fixed < self.layout.n_prefix).all())
 
     def of(self, x: Tensor, draws: Sequence[np.random.Generator]) -> Places:
-        """(images, chosen) places of the tokens of x (images, tokens, dim); draws: one generator
-        for each image."""
+        """Return the places (images, chosen) of the tokens of x (images, tokens, dim).
+
+        draws: one generator for each image.
+        """
         if self.kind == "outliers":
             norms = torch.linalg.vector_norm(x[:, self.layout.n_prefix :].float(), dim=-1)
             # Stable, so that equal norms give the same tokens on every device.
@@ -73,7 +75,7 @@ class TokenChoice:
 
 
 def choose_tokens(words: Sequence[str], layout: TokenLayout, what: str) -> TokenChoice:
-    """The tokens that these words name in a layout; `what` begins the errors.
+    """Return the tokens that these words name in a layout; `what` begins the errors.
 
     Raises:
         ModelError: the layout has no such tokens, or fewer.
@@ -93,8 +95,8 @@ def choose_tokens(words: Sequence[str], layout: TokenLayout, what: str) -> Token
 
 
 def places_of(word: str, layout: TokenLayout, what: str) -> Places:
-    """The places of one kind of tokens: `all`, `patches`, `prefix`, `registers` (reg0, reg1, ...),
-    or one prefix token by its name (`cls`).
+    """Return the places of one kind of tokens: `all`, `patches`, `prefix`, `registers` (reg0, reg1,
+    ...), or one prefix token by its name (`cls`).
 
     Raises:
         ModelError: the layout has none of these.
@@ -127,6 +129,7 @@ def places_of(word: str, layout: TokenLayout, what: str) -> Places:
 
 
 def _patches(layout: TokenLayout) -> str:
+    """Return the tokens behind the prefix in words: "14x14 patches"."""
     if layout.grid is None:
         return f"{layout.n_body} other tokens on no grid"
     return f"{layout.grid[0]}x{layout.grid[1]} patches"
@@ -145,32 +148,41 @@ class Reference:
         self.seed = seed
         # Prefix tokens come first, so that their places are the same in both; fewer bytes
         # are read.
-        self.words = "prefix" if tokens.of_prefix else "all"
+        self.stored_tokens = "prefix" if tokens.of_prefix else "all"
         if kind == "shuffle":
             self.partners = cycle(store.valid, seed)
-            self.array = store.acts(site, self.words)
-            self.whole = self.array.size_bytes <= memory_bytes() // HELD_SHARE
-            self.held: NDArray[Any] | None = self.array[:] if self.whole else None
-            self.first = 0
+            self.array = store.acts(site, self.stored_tokens)
+            self.is_in_memory = self.array.size_bytes <= memory_bytes() // HELD_SHARE
+            # (rows, tokens, dim), all rows of the store or the replacements of some new rows
+            self.held: NDArray[Any] | None = self.array[:] if self.is_in_memory else None
+            # row of the new store whose replacement is held[0]
+            self.first_held_row = 0
         else:
             self.mean, self.std = self._moments()
 
     def begin(self, rows: slice) -> None:
         """Read ahead what these rows of the new store will need, if it is not in memory."""
-        if self.kind == "shuffle" and not self.whole:
+        if self.kind == "shuffle" and not self.is_in_memory:
             # (rows, tokens, dim) of each row's partner, in the order of the rows.
             self.held = self.array[self.partners[rows]]
-            self.first = rows.start
+            self.first_held_row = rows.start
 
     def of(self, rows: Places, places: Places, draws: list[np.random.Generator]) -> Array:
-        """(images, chosen, dim) of these rows of the new store. places: (images, chosen) tokens;
-        draws: one generator for each image."""
+        """Return the replacements (images, chosen, dim) for these rows of the new store.
+
+        Args:
+            rows: (images,) rows, for "shuffle" among those that `begin` got last.
+            places: (images, chosen) tokens.
+            draws: one generator for each image.
+        """
         if self.kind == "shuffle":
             assert self.held is not None
-            # Whole, it is indexed by the partner's row; read ahead, by the row's place in
-            # the batch.
-            taken = self.held[self.partners[rows] if self.whole else rows - self.first]
-            return np.take_along_axis(taken, places[:, :, None], 1).astype(np.float32)
+            if self.is_in_memory:
+                held_rows = self.partners[rows]
+            else:
+                held_rows = rows - self.first_held_row
+            values = np.take_along_axis(self.held[held_rows], places[:, :, None], 1)
+            return values.astype(np.float32)
         # (images, chosen, dim)
         values = self.mean[places]
         if self.kind == "noise":
@@ -182,7 +194,7 @@ class Reference:
         return values
 
     def _moments(self) -> tuple[Array, Array]:
-        """(tokens, dim) mean and standard deviation over the valid images."""
+        """Return mean and standard deviation over the valid images, both (tokens, dim)."""
         # Means and sums of squares of pieces are merged (Chan et al. 1983): a single
         # pass, without the cancellation of E[x^2] - E[x]^2. 0-d arrays take the shape of
         # the first piece.
@@ -190,7 +202,7 @@ class Reference:
         mean = np.zeros(())
         squares = np.zeros(())
         for slab in self.store.slabs():
-            values = slab.acts(self.site, self.words)[slab.valid]
+            values = slab.acts(self.site, self.stored_tokens)[slab.valid]
             for start in range(0, len(values), ROWS_AT_ONCE):
                 part = values[start : start + ROWS_AT_ONCE].astype(np.float64)
                 # (tokens, dim)
@@ -214,15 +226,15 @@ class Reference:
 def generators(
     seed: int, about: str, index: NDArray[np.int64]
 ) -> list[np.random.Generator]:
-    """One generator for each image, by its place in the data set and what is replaced."""
+    """Return one generator for each image, by its place in the data set and what is replaced."""
     # Not hash(), which differs from one Python process to the next.
     own = zlib.crc32(about.encode())
     return [np.random.default_rng([seed, own, int(place)]) for place in index]
 
 
 def cycle(valid: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
-    """(rows,) the row that replaces each row: the next valid one in a random order of them, the
-    last by the first. Rows that are not valid get the first valid one.
+    """Return the row (rows,) that replaces each row: the next valid one in a random order of them,
+    the first one for the last. Rows that are not valid get the first valid one.
 
     Raises:
         ModelError: fewer than two valid images.
@@ -274,7 +286,7 @@ def check_base(store: Store, identity: Mapping[str, Any], kind: str, what: str) 
 
 
 def check_site(store: Store, site: SiteSpec, what: str) -> str:
-    """The name of the site in a store that has all of its tokens.
+    """Return the name of the site in a store that has all of its tokens.
 
     Raises:
         MissingInput: it is not stored, or pooled only.
@@ -308,8 +320,8 @@ class Moved:
 
 
 def register_neurons(store: Store, site: str, hidden: Sequence[str], n: int) -> Neurons:
-    """The n neurons of these sites with the largest mean activation at outliers, by site in the
-    order of `hidden`; of equal ones the first.
+    """Return the n neurons of these sites with the largest mean activation at outliers, by site in
+    the order of `hidden`; of equal ones the first.
 
     Outliers are the patches of all valid images whose norm at `site` is above median + 6 x 1.4826
     median absolute deviations of them all.
@@ -334,8 +346,8 @@ def register_neurons(store: Store, site: str, hidden: Sequence[str], n: int) -> 
 
 
 def other_neurons(found: Neurons, sizes: Mapping[str, int], seed: int) -> Neurons:
-    """The same number of neurons of each site, drawn from those of its `sizes[site]` that were not
-    found.
+    """Return the same number of neurons of each site, drawn from those of its `sizes[site]` that
+    were not found.
 
     Raises:
         ModelError: so many others do not exist.
@@ -355,7 +367,7 @@ def other_neurons(found: Neurons, sizes: Mapping[str, int], seed: int) -> Neuron
 
 
 def _outliers(store: Store, site: str) -> list[NDArray[np.bool_]]:
-    """A mask for each slab, (valid images, rows, cols): whether a patch is an outlier."""
+    """Return a mask for each slab, (valid images, rows, cols): whether a patch is an outlier."""
     norms = []
     for slab in store.slabs():
         patches = slab.acts(site, "patches")[slab.valid]
@@ -377,7 +389,7 @@ def _outliers(store: Store, site: str) -> list[NDArray[np.bool_]]:
 def _means(
     store: Store, site: str, outliers: Sequence[NDArray[np.bool_]]
 ) -> NDArray[np.float64]:
-    """(neurons,) mean activation at the outliers."""
+    """Return the mean activation (neurons,) at the outliers."""
     total = np.zeros(())
     count = 0
     for slab, there in zip(store.slabs(), outliers, strict=True):

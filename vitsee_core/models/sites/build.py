@@ -28,7 +28,7 @@ from vitsee_core.models.survey.structure import (
     repeated_blocks,
 )
 from vitsee_core.models.survey.tracing import Seen
-from vitsee_core.models.tokens.towers import PART, is_language_input
+from vitsee_core.models.tokens.towers import PART, computes_language_input
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 MOST_BRANCHES = 2  # of a block whose residual sums are read
@@ -188,7 +188,7 @@ class TableBuilder:
                 self.left_out[part] = reason
         # The tokens that a language model would receive are the output of the whole
         # tower.
-        received = self.trace.left("") if is_language_input(self.model) else None
+        received = self.trace.left("") if computes_language_input(self.model) else None
         if received is not None and received.grid is not None:
             view = View("tokens", self.geometry.layout(received.grid))
             yield SiteDraft(

@@ -183,8 +183,11 @@ class TimmSource(Source):
     def pretrained_record(
         self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the entries of `LoadedModel.weights` for the model's own weights: `source`,
-        `pretrained` (ARCHITECTURE.TAG), `folder`, timm's `notes`, and what was fitted.
+        """Return the entries of `LoadedModel.weights` for the model's own weights.
+
+        They are `source`, `pretrained` (ARCHITECTURE.TAG), `folder`, timm's `notes`, and, where
+        there are any, tensors that are `resampled`, `missing` (of the classifier, left random) or
+        `unexpected` (of the file, without use), and `other_keys`, the model's other copies in it.
 
         A name without a tag stands for the tag recorded here; a folder has no `pretrained`.
         """

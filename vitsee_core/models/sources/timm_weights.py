@@ -47,7 +47,8 @@ def by_the_rule(
     fits: list[Fit] = []
 
     def load(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Call timm's `load_pretrained` with the rule in place of its conversion."""
+        """Call timm's `load_pretrained` with `fit` (weights/fitting.py) in place of its conversion;
+        append the fit to `fits`."""
         convert: Convert | None = kwargs.pop("filter_fn", None)
         config: Mapping[str, Any] = kwargs.get("pretrained_cfg") or {}
         # timm's input_size is (channels, rows, cols).

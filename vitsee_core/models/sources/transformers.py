@@ -53,9 +53,9 @@ from vitsee_core.models.sources.transformers_classes import (
     with_features,
 )
 from vitsee_core.models.sources.transformers_inputs import (
-    adapt,
     as_patches,
     refuse_others,
+    take_images_alone,
 )
 from vitsee_core.models.sources.transformers_weights import (
     expected_with,
@@ -69,8 +69,8 @@ from vitsee_core.models.tokens.towers import (
     FEATURES,
     PART,
     Packing,
+    computes_language_input,
     image_config,
-    is_language_input,
     packed_inputs,
     packing_of,
 )
@@ -108,7 +108,8 @@ class TransformersSource(Source):
 
     Attributes:
         checkpoint: what the name points to.
-        weight_notes: what was missing or left over when the weights were loaded.
+        weight_notes: what was missing, left over or a copy when the weights were loaded: the
+            entries `missing`, `unexpected` and `other_keys`.
         rounds_floats: whether the processor resizes floats, which vitsee rounds to 8 bits.
         is_packed: whether the module takes packed patches.
         assumes_statistics: whether mean or deviation are neither the model's nor the user's.
@@ -135,7 +136,8 @@ class TransformersSource(Source):
 
     def check(self) -> None:
         """Raise ModelError if the name has an empty piece, or a revision where none can be."""
-        path, revision, _ = self._location
+        path = self._location.path
+        revision = self._location.revision
         if not path:
             raise ModelError(
                 f"{self.name!r} names no model; expected transformers:OWNER/NAME, a "
@@ -155,10 +157,10 @@ class TransformersSource(Source):
 
     def placed(self, folder: Path) -> str:
         """Return the name with the path of a folder made absolute."""
-        path, _, tower = self._location
-        absolute = folder / Path(path).expanduser()
+        absolute = folder / Path(self._location.path).expanduser()
         if not absolute.is_dir():
             return self.name
+        tower = self._location.tower
         suffix = f"#{tower}" if tower else ""
         return f"{PREFIX}{absolute}{suffix}"
 
@@ -250,7 +252,7 @@ class TransformersSource(Source):
             input_size = self.checkpoint.processed_size or config_size
         else:
             input_size = pair(img_size)
-        adapt(
+        take_images_alone(
             module,
             resized=input_size != config_size,
             name=who,
@@ -399,7 +401,7 @@ class TransformersSource(Source):
         """Return the library's own conversion of its older names; for a module that is not one of
         the library's models by itself that of `Source`."""
         is_model = isinstance(module, library().PreTrainedModel)
-        if not is_model or is_language_input(module):
+        if not is_model or computes_language_input(module):
             return super().converter(module)
         return renamed_by_library
 
@@ -477,8 +479,11 @@ class TransformersSource(Source):
             path: str | None = None
             state_or_access: dict[str, Any] = {"state_dict": state}
             if state is None:
-                path, revision, _ = self._location
-                state_or_access = {"revision": revision, **self.checkpoint.access}
+                path = self._location.path
+                state_or_access = {
+                    "revision": self._location.revision,
+                    **self.checkpoint.access,
+                }
 
             def load_with(attention: str) -> Any:
                 """Call `from_pretrained` with one of the library's attention functions."""
@@ -653,7 +658,7 @@ class TransformersSource(Source):
 
     def architecture(self, module: nn.Module) -> str:
         """Return the module's class, with `#language-in` where that is what it computes."""
-        suffix = f"#{PART}" if is_language_input(module) else ""
+        suffix = f"#{PART}" if computes_language_input(module) else ""
         return f"{PREFIX}{type(module).__name__}{suffix}"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
@@ -667,8 +672,10 @@ class TransformersSource(Source):
     def pretrained_record(
         self, module: nn.Module, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return repository and revision, or the folder's name, and what was left over."""
-        path, revision, _ = self._location
+        """Return `source`, `pretrained` (PATH or PATH@REVISION), `folder`, the name of a folder,
+        and `weight_notes`: what was missing, left over or a copy."""
+        path = self._location.path
+        revision = self._location.revision
         pretrained = f"{path}@{revision}" if revision else path
         record = {"source": "pretrained", "pretrained": pretrained}
         if self._location.is_folder:

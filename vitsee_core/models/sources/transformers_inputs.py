@@ -29,15 +29,15 @@ from vitsee_core.models.tokens.towers import (
     MERGES,
     Grid,
     Packing,
+    computes_language_input,
     image_config,
-    is_language_input,
     packed_inputs,
 )
 
 # Entries of an output that may be the model's; the first that is there is taken.
 OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
 _INTERPOLATE = "interpolate_pos_encoding"
-# Arguments of SigLIP 2 NaFlex that `adapt` makes of images.
+# Arguments of SigLIP 2 NaFlex that `take_images_alone` makes of images.
 _PADDED_INPUTS = ("pixel_attention_mask", "spatial_shapes")
 # Names that configurations have for the side of a group of patches.
 _GROUP_SIDE_KEYS = (
@@ -69,7 +69,7 @@ def refuse_others(kind: Any, name: str) -> None:
         if is_plain and parameter.name != "self":
             parameters.append(parameter)
     provided = {*_PADDED_INPUTS, *(packed_inputs(kind) or ())}
-    if is_language_input(kind):
+    if computes_language_input(kind):
         provided.add(towers.SIZES)
     lacking = []
     for parameter in parameters[1:]:  # the first takes the images
@@ -83,7 +83,7 @@ def refuse_others(kind: Any, name: str) -> None:
         )
 
 
-def adapt(
+def take_images_alone(
     module: nn.Module, resized: bool, name: str, size: tuple[int, int] | None = None
 ) -> None:
     """Register hooks that let a module take a batch of images alone, and give one tensor.
@@ -97,13 +97,13 @@ def adapt(
         resized: whether images have another size than the weights' positions are for; then they are
             interpolated if the class can.
         name: the model, as messages call it.
-        size: (rows, cols) of the images, which a language model's input is tried on.
+        size: (rows, cols) in pixels of the images, which a language model's input is tried on.
 
     Raises:
         ModelError: the order of packed patches is not found.
     """
     inputs = inspect.signature(module.forward).parameters
-    gives_language_input = is_language_input(module)
+    gives_language_input = computes_language_input(module)
     forwards = [module.forward]
     if (
         gives_language_input
@@ -119,7 +119,7 @@ def adapt(
         constants[_INTERPOLATE] = True
     patch_rows, patch_cols = pair(getattr(image_config(module), "patch_size", None) or 16)
 
-    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def make_inputs(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return (args, kwargs) with what the class takes beside the images."""
         images, *rest = args
         kwargs = {**constants, **kwargs}
@@ -143,12 +143,12 @@ def adapt(
     if packed_inputs(module):
         accept_images(module, name)
     else:
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_pre_hook(make_inputs, with_kwargs=True)
     if not gives_language_input:
         module.register_forward_hook(leave)
         return
     if size is not None and not packed_inputs(module) and "spatial_shapes" not in inputs:
-        before = towers.enter(module, size)
+        before = towers.input_hook(module, size)
         module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(lambda _m, _a, output: towers.tokens(output))
 
@@ -202,14 +202,14 @@ def accept_images(module: nn.Module, name: str) -> Packing:
     packing = _find_packing(module, name)
     setattr(module, ATTRIBUTE, packing)
 
-    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def make_inputs(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return (args, kwargs) of packed patches; None, for no change, if they are packed."""
         is_packed = bool(set(kwargs) & set(GRIDS))
         if is_packed or not args or not isinstance(args[0], Tensor):
             return None
         return _pack_inputs(packing, args[0], kwargs)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(make_inputs, with_kwargs=True)
     return packing
 
 

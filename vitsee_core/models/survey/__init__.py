@@ -47,7 +47,7 @@ from vitsee_core.models.tokens.clips import Cells, clip_cells, frames_of
 from vitsee_core.models.tokens.packed_order import Order, find_orders, output_order
 from vitsee_core.models.tokens.towers import (
     Grid,
-    is_language_input,
+    computes_language_input,
     packing_of,
     patch_side,
 )
@@ -126,7 +126,7 @@ def orders_at(module: nn.Module, size: tuple[int, int, int]) -> dict[ModuleSide,
     packing = packing_of(module)
     if packing is not None:
         return find_orders(module, packing, size)
-    if is_language_input(module):
+    if computes_language_input(module):
         return output_order(module, patch_side(module), size)
     return {}
 

@@ -149,8 +149,8 @@ class _BlockFinder:
         self.trace = trace
 
     def positional_output(self, path: str) -> Seen | None:
-        """Return the output of a module that is called once, None where it has no more than
-        channels or no batch in front."""
+        """Return the output of a module that is called once, None unless it has shape
+        (batch, ..., ...), three axes or more."""
         seen = self.trace.by_image(self.trace.left(path))
         return seen if seen and len(seen.shape) >= 3 else None
 
@@ -352,7 +352,10 @@ class _BlockFinder:
         self, path: str, module: nn.Module, may_be_stages: bool
     ) -> list[str]:
         """Return the blocks of a module's own list `blocks` or `layers`, [] where it has none or
-        where the module itself is a block."""
+        where the module itself is a block, unless its output is that of the list's last member.
+
+        may_be_stages: whether the module may still be a stage (then it is not taken for a block).
+        """
         for name in ("blocks", "layers"):
             inner = getattr(module, name, None)
             if not isinstance(inner, _LISTS) or all(map(is_leaf, inner.children())):

@@ -142,7 +142,7 @@ def packed_inputs(module: nn.Module | type) -> list[str] | None:
     return [*grids, *(name for name in MERGES if name in parameters)]
 
 
-def is_language_input(module: nn.Module) -> bool:
+def computes_language_input(module: nn.Module) -> bool:
     """Return whether `take_features` has made a module compute a language model's input."""
     return hasattr(module, _LANGUAGE_INPUT_MARK)
 
@@ -150,7 +150,7 @@ def is_language_input(module: nn.Module) -> bool:
 def image_config(module: nn.Module) -> Any:
     """Return the configuration of the module that sees images, None where there is none."""
     config = getattr(module, "config", None)
-    if is_language_input(module):
+    if computes_language_input(module):
         return getattr(config, "vision_config", config)
     return config
 
@@ -209,11 +209,13 @@ def take_features(module: Any, features_of_images: Callable[..., Any]) -> None:
     setattr(module, _LANGUAGE_INPUT_MARK, True)
 
 
-def enter(module: nn.Module, size: tuple[int, int]) -> Callable[..., Any]:
+def input_hook(module: nn.Module, size: tuple[int, int]) -> Callable[..., Any]:
     """Return a hook before the forward pass that makes its arguments from a batch of images.
 
     Images are (images, channels, rows, cols). Some classes take (images, pictures of each,
-    channels, rows, cols): a forward pass of one image of `size` pixels shows it.
+    channels, rows, cols): a forward pass of one image shows it.
+
+    size: (rows, cols) of that image, in pixels.
     """
     needs_sizes = _requires(module.forward, SIZES)
     has_picture_axis = False

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vitsee_core.pages.report.redrawing import Result, open_result
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_core.tables.formats import FIGURE_ENDINGS, stem_of
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import ResultFile, read_result
 from vitsee_core.tables.steps import RECORD
 from vitsee_core.tables.text import visible
@@ -127,7 +127,7 @@ def candidates(folder: Path) -> Iterator[Path]:
             f for f in folders if not f.startswith(".") and ".grams" not in f
         )
         for name in sorted(files):
-            if name.startswith(".") or f".{WORD}." in name:  # WORD: of replicates
+            if name.startswith(".") or f".{REPLICATES}." in name:
                 continue
             path = parent / name
             # A table in JSON has a sidecar, `r.json.json`; a sidecar has none.

@@ -23,7 +23,7 @@ from vitsee_core.statistics.jackknife import (
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import PAIRED_METHOD as PAIRED
 from vitsee_core.statistics.shares import difference_interval, mcnemar, wilson
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.columns import REPLICATES
 from vitsee_core.types import Float, Integers
 
 if TYPE_CHECKING:
@@ -85,7 +85,12 @@ class BlockMean:
 
     def _cells(self, std: float, low: float, high: float) -> Cells:
         numbers = {"value": self.value, "std": std, "low": low, "high": high}
-        return {**numbers, "spread": "jackknife", "n_images": self.n, WORD: self.without}
+        return {
+            **numbers,
+            "spread": "jackknife",
+            "n_images": self.n,
+            REPLICATES: self.without,
+        }
 
 
 class BlockMeans:
