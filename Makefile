@@ -50,7 +50,7 @@ test-slow: $(STAMP)
 
 # The fast tests of one room, as docs/tests.md lists them: make test-room ROOM=analyses/knn
 test-room: $(STAMP)
-	$(BIN)/pytest -m "not slow" $$($(BIN)/python tools/room_tests.py "$(ROOM)")
+	files=$$($(BIN)/python tools/room_tests.py "$(ROOM)") && $(BIN)/pytest -m "not slow" $$files
 
 test-all: test test-slow
 

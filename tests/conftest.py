@@ -33,9 +33,9 @@ from vitsee_stores.samples import Samples
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Guests that happen to be installed beside vitsee: tests are about vitsee's own analyses, and about
-# the guests that they install themselves. Hidden while tests are collected, too: some are
-# parametrised by all analyses.
+# Guests that happen to be installed beside vitsee are hidden from this process: tests are about
+# vitsee's own analyses, and about the guests that they install themselves. Already while tests are
+# collected, as some are parametrised by all analyses. Processes that tests start see them.
 INSTALLED_GUESTS = {(entry.name, entry.value) for entry in registry._entry_points()}
 _all_entry_points = registry._entry_points
 

@@ -239,7 +239,8 @@ def test_objects_outside_of_their_image_are_counted_and_named(
 
 
 def test_what_is_lost_reaches_sidecars(tmp_path: Path) -> None:
-    """Of all that read objects: by images (`spatial`) and as segments (`cluster`, `knn`)."""
+    """Commands count them whether they read masks of images (`spatial`) or segments (`cluster`,
+    `knn`)."""
     left = annotation(5, segmentation=[[0, 0, 2, 0, 2, 1, 0, 1]])
     right = annotation(6, category_id=2, segmentation=[[4, 2, 6, 2, 6, 4, 4, 4]])
     outside = annotation(7, segmentation=FAR_RIGHT)

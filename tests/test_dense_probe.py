@@ -554,8 +554,8 @@ def counts_of_images(
 def test_intervals_of_rare_classes_miss_the_mean_of_many_images(
     absent_share: float, least: float, most: float
 ) -> None:
-    """What the remark says: of 20 images 23 % of intervals have the value of many images where
-    absent classes are predicted, 91 % where they are not (100 samples: +-10 %)."""
+    """The remark's numbers: with 20 images, 23 % of the intervals cover the value of many images
+    if absent classes are predicted, and 91 % if they are not (100 samples: +-10 %)."""
     rng = np.random.default_rng(0)
     many = mean_iou(counts_of_images(rng, 5000, absent_share).sum(0))
     n_covering = 0

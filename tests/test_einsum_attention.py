@@ -176,7 +176,7 @@ def test_keys_normalised_by_themselves_are_no_attention() -> None:
 
 
 def test_keys_normalised_by_themselves_in_as_many_images_are_no_attention() -> None:
-    """As many images as tokens, so that the first axis could be one of queries."""
+    """There are as many images as tokens: the first axis could be taken for one of queries."""
     keys = torch.randn(5, 5, 3)
     events: list[AttentionEvent] = []
     with AttentionWatch(events.append):

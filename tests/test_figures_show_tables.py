@@ -8,7 +8,6 @@ and what moved is read back from the artists of the figure that is drawn again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ DODGE = 0.02  # curves of several models lie beside each other by less than this
 ELSEWHERE = {
     "best-layer": "needs the results that it compared: tests/test_best_layer.py",
     "cka-heads": "values by attention distance: tests/test_cka_heads.py",
-    "concepts": "photographs under colours: tests/test_concepts.py",
+    "concepts": "cuts of photographs: tests/test_concepts.py",
     "localize": "curves of maxima over maps: tests/test_localize.py",
     "head-types": "types in words, decided by thresholds: tests/test_head_types.py",
     "pca": "three components are one colour: tests/test_pca.py",
@@ -131,7 +130,6 @@ def partners(row: Row, table: Table) -> list[float]:
 def allowed_cells(row: Row, table: Table, shape: tuple[int, ...]) -> set[tuple[int, int]]:
     """The cells (i, j) of an image that a row may colour."""
     n_rows, n_cols = shape[:2]
-    cells = set()
     if "site_a" in row:
         # A heat map of sites: those of the first store downwards, those of the second to the right.
         i = list(dict.fromkeys(table["site_a"])).index(row["site_a"])
@@ -145,22 +143,22 @@ def allowed_cells(row: Row, table: Table, shape: tuple[int, ...]) -> set[tuple[i
         j = row["col"] * (width + 1) + row["other_col"]
         return {(i, j)}
     if row.get("row") is not None:
-        of_site = table.filter(store=row["store"], site=row["site"])
-        rows = np.asarray([value for value in of_site["row"] if value is not None], float)
-        cols = np.asarray([value for value in of_site["col"] if value is not None], float)
+        site_table = table.filter(store=row["store"], site=row["site"])
+        rows = np.asarray([v for v in site_table["row"] if v is not None], float)
+        cols = np.asarray([v for v in site_table["col"] if v is not None], float)
         height = int(np.nanmax(rows) - np.nanmin(rows)) + 1
         width = int(np.nanmax(cols) - np.nanmin(cols)) + 1
         i = int(row["row"] - np.nanmin(rows))
         j = int(row["col"] - np.nanmin(cols))
         # One column of tokens in reading order, or maps in tiles with a gap of one cell.
-        if n_cols == 1 or (n_rows, n_cols) == (height * width, 1):
+        if n_cols == 1:
             return {(i * width + j, 0)}
         tiles_down = range(0, n_rows, height + 1)
         tiles_right = range(0, n_cols, width + 1)
         return {(top + i, left + j) for top in tiles_down for left in tiles_right}
     if row.get("head") is not None and row.get("depth") is not None:
-        cells.add((int(row["depth"]), int(row["head"])))
-    return cells
+        return {(int(row["depth"]), int(row["head"]))}
+    return set()
 
 
 def figures() -> Iterator[Any]:
@@ -202,12 +200,12 @@ def test_a_changed_value_moves_its_mark(
             column = pl.Series("value", changed)
             again = drawn(table.with_frame(table.frame.with_columns(column)).plot())
             row = table.frame.row(int(index), named=True)
-            found = list(moves(before, again))
-            for move in found:
+            moved = list(moves(before, again))
+            for move in moved:
                 if (command, metric) in DERIVED_LINES and move.kind != "cell":
                     continue
                 check(move, row, table, step=step, is_sum=command in CUMULATIVE)
-            n_of_metric += bool(found)
+            n_of_metric += bool(moved)
             if n_of_metric == ROWS_PER_METRIC:
                 break
         n_shown += n_of_metric
@@ -231,20 +229,20 @@ def check(move: Move, row: Row, table: Table, *, step: float, is_sum: bool) -> N
     if move.kind == "cell":
         assert move.place in allowed_cells(row, table, move.shape), (row, move)
         return
-    if move.kind == "line along y" or move.kind.startswith("scatter"):
-        expected = [*allowed_x(row, table), *partners(row, table)]
-        if is_sum:
-            position = allowed_x(row, table)[-1]
-            expected += np.arange(position, move.shape[1]).tolist()
-    else:  # bars and dots that lie: across them are names
-        expected = [*move.place]
-    distances = [abs(move.place[0] - place) for place in expected]
-    assert min(distances) < DODGE, (row, move)
+    places = allowed_x(row, table)
+    if move.kind.startswith("scatter"):
+        places += partners(row, table)
+    if is_sum:
+        places += np.arange(places[-1], move.shape[1]).tolist()
+    # Of dots beside each other's names nothing along the other axis is in the table.
+    if move.kind != "line along x":
+        distances = [abs(move.place[0] - place) for place in places]
+        assert min(distances) < DODGE, (row, move)
     # The value itself, or a mean of which it is one.
     share = (move.after - move.before) / step
     assert 0 < share < 1 + 1e-3, (row, move)
 
 
 def test_exceptions_name_tests_that_are_there() -> None:
-    for reason in chain(ELSEWHERE.values()):
+    for reason in ELSEWHERE.values():
         assert Path(__file__).parents[1].joinpath(reason.split(": ")[1]).exists()

@@ -523,7 +523,8 @@ def test_a_folder_with_its_processor(case: tuple[str, str, str], tmp_path: Path)
         getattr(transformers, n, None) for n in (name, processor_name)
     )
     if kind is None or processor_kind is None:
-        pytest.skip(f"transformers {transformers.__version__} has not both")
+        lacking = name if kind is None else processor_name
+        pytest.skip(f"transformers {transformers.__version__} has no {lacking}")
     torch.manual_seed(0)
     labels = {0: "left", 1: "right", 2: "up"}
     library = kind(kind.config_class(**CLASSES[configured][0], id2label=labels)).eval()

@@ -37,7 +37,7 @@ def main() -> int:
     room = sys.argv[1].removeprefix("vitsee_core/").strip("/")
     if room not in files_by_room:
         print(
-            f"no room {room!r}; expected one of {', '.join(files_by_room)}",
+            f"no room {room!r}; expected ROOM as one of {', '.join(files_by_room)}",
             file=sys.stderr,
         )
         return 2

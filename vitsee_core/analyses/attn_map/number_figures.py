@@ -299,6 +299,6 @@ def _add_legend(
     for kind, tint in colours.items():
         handles[f"sink at {words.get(kind, kind)}"] = Patch(color=tint)
     handles["no sink in most images"] = Patch(color=GREY)
-    # Panels of the first store have all lines; bars are told by their colours.
+    # Panels of the first store have all lines; bars differ by their colours.
     score_axes, _, nmi_axes = lines[0]
     legend_below(figure, handles | handles_of([score_axes, nmi_axes]))

@@ -188,7 +188,7 @@ def run(
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)
     _require_variations(drawn, protocol)
     located_by_store = [locate(store, drawn, protocol) for store in selected.stores]
-    # Imported this late because it imports torch: mistakes above are told without it.
+    # Imported this late because it imports torch: the errors above are raised without it.
     from vitsee_core.analyses.keypoints.store_search import StoreSearch
 
     searches = [

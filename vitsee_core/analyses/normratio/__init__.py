@@ -207,7 +207,7 @@ def _require_tokens(
     Raises:
         SiteError: tokens that no store has, or a store without any of the tokens.
     """
-    # A word that no store knows is a mistake; one that some lack is told in a log line.
+    # A word that no store knows is a mistake; one that some stores lack is logged.
     for word in words:
         is_available = any(
             places_of(sublayer.layout, [word])

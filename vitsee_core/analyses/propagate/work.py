@@ -125,8 +125,7 @@ class PropagationScores:
 
 @dataclass
 class VideoWork:
-    """What is done with each video: a function of a group of videos that returns their
-    scores.
+    """A function that propagates the masks of a group of videos and returns their scores.
 
     Attributes:
         stores: stores of the videos.

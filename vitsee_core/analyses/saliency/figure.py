@@ -161,7 +161,7 @@ def _draw_baselines(axes: Axes, drawn: pl.DataFrame, frame: pl.DataFrame) -> Non
             )
             if shared:
                 break  # one line stands for all stores
-        # In the legend baselines are told apart by their dashes, always in grey.
+        # In the legend, baselines are grey and differ by their dashes.
         axes.plot(
             [],
             [],

@@ -310,7 +310,7 @@ class TorchvisionSource(TaggedSource):
                 f"{self.name} has no weights; give --checkpoint or --random-init SEED"
             )
         if pretrained:
-            # Fetched apart, so that an error of the network is told from one of the builder.
+            # Fetched before the builder runs: an error here is one of the network.
             try:
                 weights.get_state_dict(progress=False, check_hash=True)
             except (OSError, RuntimeError) as error:

@@ -1,6 +1,4 @@
-"""What comes after a model's blocks: the norm over all tokens, the vector that the classifier gets,
-and the logits.
-"""
+"""A model's head: the norm over all tokens, the vector that the classifier gets, and the logits."""
 
 from __future__ import annotations
 

@@ -140,8 +140,11 @@ def _choose_stores(
         if missing:
             left_out[finding.name] = f"no store is of a {', '.join(missing)}"
             continue
-        for chosen in product(*(stores_of_role[role] for role in finding.models)):
-            choices.append((finding, dict(zip(finding.models, chosen, strict=True))))
+        # Every combination of one store for each role.
+        candidates = [stores_of_role[role] for role in finding.models]
+        for stores in product(*candidates):
+            store_of_role = dict(zip(finding.models, stores, strict=True))
+            choices.append((finding, store_of_role))
     return choices, left_out
 
 
